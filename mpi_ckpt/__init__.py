@@ -1,0 +1,1 @@
+"""Sharded, verified, crash-safe checkpoints for MPI programs."""

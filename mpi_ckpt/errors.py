@@ -1,0 +1,94 @@
+"""Every error the engine raises: one base class, one child a cause.
+
+A message always answers four questions: where (path, rank), what was found, what was expected, what to do next. The
+answers are attributes too, so that a program can decide on them. Exceptions travel between ranks, so each one pickles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package.
+
+    `what` is one sentence; `path` and `rank` say where, `found` and `expected` what differs, `action` what to do next.
+    `rank` is a rank of the communicator that was passed in.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: object = None,
+        rank: int | None = None,
+        found: object = None,
+        expected: object = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path = None if path is None else str(path)
+        self.rank = rank
+        self.found = None if found is None else str(found)
+        self.expected = None if expected is None else str(expected)
+        self.action = action
+
+    def __str__(self) -> str:
+        where = [f"file {self.path}"] if self.path is not None else []
+        where += [f"rank {self.rank}"] if self.rank is not None else []
+        text = self.what + (f" ({', '.join(where)})" if where else "")
+        if self.found is not None:
+            text += f"; found {self.found}"
+        if self.expected is not None:
+            text += f"; expected {self.expected}"
+        return text + (f". {self.action}" if self.action else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.what, self.__dict__)
+
+
+def _rebuild(cls: type[CheckpointError], what: str, attributes: dict[str, Any]) -> CheckpointError:
+    error = cls(what)
+    error.__dict__.update(attributes)
+    return error
+
+
+class SaveFailed(CheckpointError):
+    """A save did not commit; the steps committed before it are untouched."""
+
+
+class NoCheckpoint(CheckpointError):
+    """The step asked for, or any step at all, does not exist."""
+
+
+class WorldSizeMismatch(CheckpointError):
+    """The checkpoint was written by another number of ranks than reads it."""
+
+
+class MissingShard(CheckpointError):
+    """A shard file that the manifest lists is not there."""
+
+
+class CorruptShard(CheckpointError):
+    """A shard's size, digest or structure is not what the manifest says."""
+
+
+class LayoutMismatch(CheckpointError):
+    """Key, dtype, shape or decomposition of the state differ from the checkpoint's, or do not tile an array."""
+
+
+class InvalidManifest(CheckpointError):
+    """The manifest is not one that this version may trust."""
+
+
+class UnsupportedState(CheckpointError):
+    """The state holds something that no file of ours can bring back as it is."""
+
+
+class StepExists(CheckpointError):
+    """The step is committed already and `overwrite` was not asked for."""
+
+
+class DirectoryInUse(CheckpointError):
+    """Another launch writes to this checkpoint directory."""
