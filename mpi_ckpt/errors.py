@@ -1,4 +1,4 @@
-"""Every error the engine raises: one base class, one child a cause.
+"""Every error the engine raises: `CheckpointError`, one child a cause.
 
 A message always answers four questions: where (path, rank), what was found, what was expected, what to do next. The
 answers are attributes too, so that a program can decide on them. Exceptions travel between ranks, so each one pickles.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 
-class CheckpointError(Exception):
-    """Base of all errors of this package.
+class ExplainedError(Exception):
+    """An error that says all a user needs; the base of the engine's errors and of the programs' that are built on it.
 
     `what` is one sentence; `path` and `rank` say where, `found` and `expected` what differs, `action` what to do next.
     `rank` is a rank of the communicator that was passed in.
@@ -48,14 +48,26 @@ class CheckpointError(Exception):
         return _rebuild, (type(self), self.what, self.__dict__)
 
 
-def _rebuild(cls: type[CheckpointError], what: str, attributes: dict[str, Any]) -> CheckpointError:
+def _rebuild(cls: type[ExplainedError], what: str, attributes: dict[str, Any]) -> ExplainedError:
     error = cls(what)
     error.__dict__.update(attributes)
     return error
 
 
+class CheckpointError(ExplainedError):
+    """Base of all errors of the checkpoint engine."""
+
+
 class SaveFailed(CheckpointError):
     """A save did not commit; the steps committed before it are untouched."""
+
+
+class OutcomeUnknown(SaveFailed):
+    """Nobody can say whether the step is visible: it could not be taken back, or rank 0 is silent. All files stay."""
+
+
+class RankSilent(CheckpointError):
+    """A rank did not answer in time, or was interrupted while it decided; what it decided is unknown."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -79,7 +91,11 @@ class LayoutMismatch(CheckpointError):
 
 
 class InvalidManifest(CheckpointError):
-    """The manifest is not one that this version may trust."""
+    """The manifest is damaged: its own digest, a field or a value is not what it must be."""
+
+
+class UnknownSchema(InvalidManifest):
+    """The manifest, or a file it names, was written by a newer version of the format."""
 
 
 class UnsupportedState(CheckpointError):

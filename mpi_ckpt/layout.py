@@ -34,9 +34,7 @@ class Block:
 
     def within(self, outer: Block) -> tuple[slice, ...]:
         """The slices that cut this block out of an array that holds `outer`."""
-        return tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True)
-        )
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
 
 
 class Shard:
@@ -54,7 +52,7 @@ class Shard:
         self.block = Block(_as_tuple(start), tuple(array.shape))
         self.shape = _as_tuple(shape)
         fits = len(self.block.start) == len(self.shape) == array.ndim and all(
-            0 <= a and a + n <= total for a, n, total in zip(self.block.start, array.shape, self.shape, strict=True)
+            a >= 0 and a + n <= total for a, n, total in zip(self.block.start, array.shape, self.shape, strict=True)
         )
         if not fits:
             raise LayoutMismatch(

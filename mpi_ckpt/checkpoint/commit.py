@@ -1,0 +1,173 @@
+"""THE commit protocol: how a step becomes visible, once and whole.
+
+    prepare   rank 0 draws the save id, cleans leftovers and makes the step's directory       then all agree
+    write     every rank: rankNNNNN.h5.tmp, data, fsync; then rename, fsync of the directory
+    vote      every rank reports its file's digests, or its error                             any error: nothing commits
+    commit    rank 0, holding all reports: is the lock still ours? then manifest.json by rename, fsync of the directory
+    learn     every rank hears the outcome from rank 0; only now is anything older deleted
+
+A step exists if and only if its `manifest.json` does. Before that rename no reader looks at the files; after it every
+file is complete, because its rank has said so. A failure is undone in the reverse order: the manifest first, then the
+shards; what cannot be undone for certain is left alone and reported as such.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mpi_ckpt.checkpoint import steps
+from mpi_ckpt.checkpoint.environment import environment
+from mpi_ckpt.checkpoint.snapshot import Snapshot
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.errors import CheckpointError, OutcomeUnknown, RankSilent, SaveFailed, StepExists
+from mpi_ckpt.storage import atomic, lock, names
+from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, read_manifest, write_manifest
+from mpi_ckpt.storage.shard_file import ShardAttributes, ShardRecord, write_shard
+
+logger = logging.getLogger(__name__)
+
+_LOOK = "Every file was left as it is. See that ranks and disks answer, then check the step with `verify`."
+_SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches the timeout for large shards
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be saved as which step, beside the ranks' own snapshots; equal on all ranks."""
+
+    root: Path
+    step: int
+    launch_id: str  # the one that holds the writer's lock
+    overwrite: bool = False
+    meta: dict[str, Any] = field(default_factory=dict)
+    index: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    wall_clock_seconds: float = 0.0
+
+    @property
+    def directory(self) -> Path:
+        return names.step_dir(self.root, self.step)
+
+
+def commit(council: Council, request: Request, snapshot: Snapshot) -> Path:
+    """**Collective.** Save every rank's snapshot as one step and return the step's directory.
+
+    Raises SaveFailed on every rank when any rank failed; no step is visible then, and no file of this save is left.
+    """
+    save_id, suffix = council.share(lambda: _prepare(request), otherwise=SaveFailed)
+    path = request.directory / names.shard_name(council.rank, suffix)
+    attributes = ShardAttributes(save_id, council.rank, council.size, request.step)
+    try:
+        council.agree(
+            work=lambda: _write(path, snapshot, attributes, request),
+            decide=lambda records: _publish(request, save_id, snapshot, records),
+            otherwise=SaveFailed,
+            extra_time=snapshot.description.nbytes / _SLOW_DISK,
+        )
+    except OutcomeUnknown:
+        raise
+    except RankSilent as error:
+        raise OutcomeUnknown(f"outcome unknown: {error.what}", path=path, rank=error.rank, action=_LOOK) from error
+    except CheckpointError:
+        _withdraw(path)
+        raise
+    if council.rank == 0 and suffix is not None:
+        _remove_unlisted(request.directory)
+    return request.directory
+
+
+def _prepare(request: Request) -> tuple[str, str | None]:
+    """Rank 0: a directory to write into, the save id, and the id again if file names have to carry it."""
+    lock.check_owner(request.root, request.launch_id)
+    if steps.is_committed(request.directory) and not request.overwrite:
+        raise step_exists(request)
+    steps.clean(request.root)
+    atomic.make_dir(request.directory)
+    save_id = names.new_save_id()
+    # Files are written once and never changed: beside an older set of shards the new ones take names of their own.
+    return save_id, save_id if names.own_files(request.directory) else None
+
+
+def _write(path: Path, snapshot: Snapshot, attributes: ShardAttributes, request: Request) -> ShardRecord:
+    """Every rank: its own file, complete and durable under its final name."""
+    temporary = names.tmp(path)
+    record = write_shard(temporary, snapshot.blocks, snapshot.values, attributes)
+    lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
+    atomic.publish(temporary, path)
+    return record
+
+
+def _publish(request: Request, save_id: str, snapshot: Snapshot, records: list[ShardRecord]) -> None:
+    """Rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
+    lock.check_owner(request.root, request.launch_id)
+    manifest = _manifest(request, save_id, snapshot.description.arrays, records)
+    path = names.manifest_path(request.directory)
+    before = path.read_bytes() if path.exists() else None  # the manifest that an overwrite replaces
+    try:
+        write_manifest(request.directory, manifest)
+    except OSError as error:
+        _unpublish(path, before, error)
+        raise
+
+
+def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:
+    """Backwards: what readers see goes first. Only when that is durable may the caller's shards be removed."""
+    try:
+        atomic.remove(names.tmp(path), missing_ok=True)
+        if before is None:
+            atomic.remove(path, missing_ok=True)
+        else:
+            atomic.write_file(path, before)
+    except OSError as error:
+        raise OutcomeUnknown(
+            f"outcome unknown: writing the manifest failed ({cause}) and so did taking it back ({error})",
+            path=path,
+            rank=0,
+            expected="a manifest that is either durable or gone",
+            action=_LOOK,
+        ) from cause
+
+
+def _withdraw(path: Path) -> None:
+    """This rank's files of a save that did not commit. What cannot be removed now is garbage for the next writer."""
+    try:
+        atomic.remove(names.tmp(path), path, missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot remove a file of a failed save, going on: %s", error)
+
+
+def _remove_unlisted(directory: Path) -> None:
+    """Rank 0: own files that the committed manifest does not list, which an overwrite has replaced."""
+    listed = {shard.path for shard in read_manifest(directory).shards} | {names.MANIFEST, names.PINNED}
+    try:
+        atomic.remove(*(path for path in names.own_files(directory) if path.name not in listed), missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot remove files that step %s replaced, going on: %s", directory.name, error)
+
+
+def _manifest(
+    request: Request, save_id: str, arrays: dict[str, ArrayRecord], records: list[ShardRecord]
+) -> ShardManifest:
+    return build_manifest(
+        records,
+        step=request.step,
+        save_id=save_id,
+        arrays=arrays,
+        index=request.index,
+        meta=request.meta,
+        environment=environment(),
+        created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        wall_clock_seconds=request.wall_clock_seconds,
+    )
+
+
+def step_exists(request: Request) -> StepExists:
+    """The error for saving a committed step again without being asked to."""
+    return StepExists(
+        f"step {request.step} is committed already",
+        path=request.directory,
+        expected="a step that does not exist",
+        action="Save another step, or pass overwrite=True after a rollback.",
+    )

@@ -1,0 +1,263 @@
+"""From a committed step back into the state of any number of ranks.
+
+    open     rank 0 chooses the step and reads its manifest                                   then all agree
+    check    every rank: keys, dtypes, shapes, sizes of the files it will read                then all agree
+    read     every rank: the bytes it needs, verified on the way, straight into its arrays    then all agree
+    set      plain values and generators, which cannot fail any more
+
+No array is touched before every rank has agreed that the structure fits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi_ckpt.checkpoint import environment, reshard, steps, values
+from mpi_ckpt.checkpoint.state import Leaves, PerRank
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.errors import (
+    CheckpointError,
+    CorruptShard,
+    InvalidManifest,
+    LayoutMismatch,
+    MissingShard,
+    NoCheckpoint,
+    UnknownSchema,
+    WorldSizeMismatch,
+)
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
+from mpi_ckpt.storage.shard_file import check_structure, read_blocks, read_shard, read_values
+
+logger = logging.getLogger(__name__)
+
+Document = dict[str, Any]  # {"per_rank": {key: encoded}, "replicated": {key: encoded}}: the values in a shard
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to restore. `step` None is the newest. `keys` None is everything. See `Checkpointer.restore`."""
+
+    step: int | None = None
+    keys: tuple[str, ...] | None = None
+    world_size: str = "same"
+    verify: str = "full"
+    on_damage: str = "raise"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("world_size", ("same", "any")),
+            ("verify", ("full", "quick", "none")),
+            ("on_damage", ("raise", "older")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}: found {value!r}, expected one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A step that rank 0 has opened: its manifest, and the values that every rank needs."""
+
+    directory: Path
+    manifest: ShardManifest
+    replicated: Document
+    per_rank_keys: tuple[str, ...]
+    old_per_rank: list[Document] | None  # of all old ranks, when there is another number of them now
+
+
+Template = Callable[[Opened], Leaves]
+
+
+def restore(council: Council, root: Path, template: Template, options: Options, *, set_aside: bool) -> Opened | None:
+    """**Collective.** Fill the leaves that `template` gives for the opened step; None when there is no step at all.
+
+    With `on_damage="older"` a damaged step is logged and the next older one taken; with `set_aside` its manifest is
+    renamed, so that nothing counts it as a checkpoint again. Raises NoCheckpoint, WorldSizeMismatch, LayoutMismatch,
+    MissingShard, CorruptShard or InvalidManifest, the same on every rank.
+    """
+    below: int | None = None
+    while True:
+        step = council.share(lambda below=below: _choose(root, options.step, below))
+        if step is None:
+            return None
+        try:
+            return _restore_step(council, root, step, template, options)
+        except UnknownSchema:
+            raise
+        except (MissingShard, CorruptShard, InvalidManifest) as error:
+            if options.on_damage == "raise":
+                raise
+            below = step
+            council.share(lambda step=step, error=error: _give_up(names.step_dir(root, step), error, set_aside))
+
+
+def _choose(root: Path, step: int | None, below: int | None) -> int | None:
+    """Rank 0: the step to open. None if there has never been one; NoCheckpoint if there is none left."""
+    committed = names.list_steps(root)
+    if step is not None and below is None:
+        if step not in committed:
+            raise NoCheckpoint(
+                f"step {step} is not committed",
+                path=root,
+                found=f"steps {', '.join(map(str, committed)) or 'none'}",
+                expected=f"step {step}",
+                action="Name one of the committed steps, or none for the newest.",
+            )
+        return step
+    if below is not None:
+        committed = [s for s in committed if s < below]
+    if committed:
+        return committed[-1]
+    damaged = steps.list_set_aside(root)
+    if damaged or below is not None:
+        raise NoCheckpoint(
+            "no intact step is left",
+            path=root,
+            found=f"damaged steps {', '.join(map(str, damaged)) or below}",
+            expected="a step whose every shard is whole",
+            action="Look at them with `verify`; start fresh only in another directory, on purpose.",
+        )
+    return None
+
+
+def _give_up(directory: Path, error: CheckpointError, set_aside: bool) -> None:
+    logger.warning("%s is damaged, going on with an older step: %s", directory.name, error)
+    if set_aside:
+        steps.set_aside(directory)
+
+
+def _restore_step(council: Council, root: Path, step: int, template: Template, options: Options) -> Opened:
+    opened = council.share(lambda: _open(names.step_dir(root, step), council.size, options))
+    rank = council.rank
+
+    def check() -> tuple[Leaves, dict[int, list[reshard.Read]], dict[str, Any]]:
+        leaves = template(opened).select(options.keys)
+        return leaves, *_check(opened, leaves, rank, council.size, options)
+
+    leaves, plan, found = council.everywhere(check)
+    council.everywhere(lambda: _read(opened, plan, rank, council.size, options))
+    _set_values(leaves, found)
+    return opened
+
+
+def _open(directory: Path, size: int, options: Options) -> Opened:
+    manifest = read_manifest(directory)
+    if manifest.world_size != size and options.world_size == "same":
+        raise WorldSizeMismatch(
+            f"step {manifest.step} was saved by another number of ranks",
+            path=directory / names.MANIFEST,
+            found=f"{manifest.world_size} ranks in the checkpoint",
+            expected=f"{size} ranks, as many as are running",
+            action="Run on as many ranks, or ask for resharding: world_size='any' (train: --elastic).",
+        )
+    document = _values_of(directory, manifest, 0)
+    resized = manifest.world_size != size and document["per_rank"]
+    old = [_values_of(directory, manifest, rank) for rank in range(manifest.world_size)] if resized else None
+    return Opened(directory, manifest, document["replicated"], tuple(document["per_rank"]), old)
+
+
+def _values_of(directory: Path, manifest: ShardManifest, rank: int) -> Document:
+    """The values in one rank's shard, still encoded."""
+    record = manifest.shards[rank]
+    path = directory / record.path
+    check_structure(path, record)
+    try:
+        document = values.loads(read_values(path, record))
+        return {kind: dict(document[kind]) for kind in (("per_rank", "replicated") if rank == 0 else ("per_rank",))}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptShard(
+            "the plain values in a shard cannot be read",
+            path=path,
+            rank=rank,
+            found=f"{type(error).__name__}: {error}",
+            expected="the JSON that a save writes",
+            action="Restore another step.",
+        ) from error
+
+
+def _check(
+    opened: Opened, leaves: Leaves, rank: int, size: int, options: Options
+) -> tuple[dict[int, list[reshard.Read]], dict[str, Any]]:
+    """Everything that can be known without reading an array: the reads of this rank, and its decoded values."""
+    manifest, directory = opened.manifest, opened.directory
+    same_size = manifest.world_size == size
+    per_rank = opened.old_per_rank or [_values_of(directory, manifest, rank if same_size else 0)]
+    saved = {key: "replicated array" if a.replicated else "sharded array" for key, a in manifest.arrays.items()}
+    saved |= dict.fromkeys(opened.replicated, "plain value")
+    saved |= dict.fromkeys(opened.per_rank_keys, "value per rank")
+    reshard.check_keys(saved, leaves.kinds, options.keys is not None, directory)
+    reshard.check_fits(manifest, leaves, directory)
+    plan = reshard.plan_reads(manifest, leaves)
+    for shard in {*plan, *range(rank, manifest.world_size, size)}:  # between them the ranks look at every file
+        check_structure(directory / manifest.shards[shard].path, manifest.shards[shard])
+    found = {key: values.decode(opened.replicated[key]) for key in leaves.values}
+    for key, (parent, name) in leaves.values.items():
+        if isinstance(parent[name], values.Generator):
+            _check_generator(key, parent[name], found[key])
+    for key, leaf in leaves.per_rank.items():
+        old = [values.decode(document["per_rank"][key]) for document in per_rank]
+        found[key] = old[0] if same_size else _resized(key, leaf, old, rank, size)
+        if isinstance(leaf.value, values.Generator):
+            _check_generator(key, leaf.value, found[key])
+    return plan, found
+
+
+def _resized(key: str, leaf: PerRank, old: list[Any], rank: int, size: int) -> Any:
+    if leaf.resize is None:
+        raise LayoutMismatch(
+            f"{key!r} holds a value per rank, and the number of ranks has changed",
+            found=f"values of {len(old)} ranks",
+            expected=f"values of {size} ranks",
+            action="Say what the new ranks get: PerRank(value, resize=f), f(old_values, rank, size).",
+        )
+    value = leaf.resize(old, rank, size)
+    return values.SavedGenerator.of(value) if isinstance(value, values.Generator) else value
+
+
+def _check_generator(key: str, generator: Any, saved: Any) -> None:
+    if not isinstance(saved, values.SavedGenerator):
+        raise LayoutMismatch(
+            f"{key!r} is a random generator in the state but not in the checkpoint",
+            found=type(saved).__name__,
+            expected="the state of a generator",
+            action="Restore into what was saved.",
+        )
+    saved.check_fits(key, generator)
+
+
+def _read(opened: Opened, plan: dict[int, list[reshard.Read]], rank: int, size: int, options: Options) -> None:
+    """Every rank: the planned pieces, and its own file whole where its sha256 can be checked in the same pass."""
+    manifest = opened.manifest
+    if manifest.world_size == size and options.keys is None:
+        own = manifest.shards[rank]
+        whole = [read for read in plan.get(rank, []) if read.whole]
+        read_shard(opened.directory / own.path, own, [(read.source, read.out) for read in whole], options.verify)
+        plan = plan | {rank: [read for read in plan.get(rank, []) if not read.whole]}
+    level = "none" if options.verify == "none" else "crc32c"
+    for shard, reads in plan.items():
+        path = opened.directory / manifest.shards[shard].path
+        read_blocks(path, [(read.source, read.region, read.out) for read in reads], level)
+
+
+def _set_values(leaves: Leaves, found: dict[str, Any]) -> None:
+    for key, (parent, name) in leaves.values.items():
+        if isinstance(parent[name], values.Generator):
+            found[key].put_into(parent[name])
+        else:
+            parent[name] = found[key].build() if isinstance(found[key], values.SavedGenerator) else found[key]
+    for key, leaf in leaves.per_rank.items():
+        if isinstance(leaf.value, values.Generator):
+            found[key].put_into(leaf.value)
+        else:
+            leaf.value = found[key].build() if isinstance(found[key], values.SavedGenerator) else found[key]
+
+
+def warn_of_differences(manifest: ShardManifest) -> None:
+    """**Local.** Log what may make a continued run differ in the last bits from one that was never interrupted."""
+    for line in environment.differences(manifest.environment):
+        logger.warning("step %d was saved in another environment (%s): expect other last bits", manifest.step, line)

@@ -1,0 +1,67 @@
+"""A step's directory as a whole: what state it is in, and how it goes away.
+
+Deleting runs backwards: the manifest first and durably, so that from then on the step is no checkpoint to anyone,
+whatever happens to the rest. A directory without a manifest is garbage; files that are not ours stay where they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+from mpi_ckpt.storage import atomic, names
+
+logger = logging.getLogger(__name__)
+
+
+def is_committed(directory: Path) -> bool:
+    """**Local.** Whether the step exists: it does if and only if its manifest does."""
+    return names.manifest_path(directory).exists()
+
+
+def is_pinned(directory: Path) -> bool:
+    """**Local.** Whether the step is marked to stay."""
+    return (directory / names.PINNED).exists()
+
+
+def is_set_aside(directory: Path) -> bool:
+    """**Local.** Whether the step was found damaged and taken out of the count."""
+    return (directory / names.DAMAGED_MANIFEST).exists() and not is_committed(directory)
+
+
+def list_set_aside(root: Path) -> list[int]:
+    """**Local.** The steps that were set aside as damaged, in ascending order."""
+    return [step for step in names.list_uncommitted(root) if is_set_aside(names.step_dir(root, step))]
+
+
+def set_aside(directory: Path) -> None:
+    """**Local.** Take a damaged step out of the count, reversibly: its manifest gets another name."""
+    atomic.publish(directory / names.MANIFEST, directory / names.DAMAGED_MANIFEST)
+
+
+def delete(directory: Path) -> None:
+    """**Local.** Delete a step, committed or not. Raises OSError; the manifest is gone first in any case."""
+    manifest = names.manifest_path(directory)
+    if manifest.exists():
+        atomic.remove(manifest)
+    atomic.remove(*names.own_files(directory), missing_ok=True)
+    try:
+        atomic.remove_dir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def clean(root: Path) -> None:
+    """**Local.** Delete what crashed launches left behind. What cannot be deleted is logged and left."""
+    for step in names.list_uncommitted(root):
+        directory = names.step_dir(root, step)
+        if is_set_aside(directory):
+            continue
+        try:
+            if names.own_files(directory) or not any(directory.iterdir()):
+                logger.info("cleaning %s: it was never committed", directory)
+                delete(directory)
+        except OSError as error:
+            logger.warning("cannot clean %s, going on: %s", directory, error)

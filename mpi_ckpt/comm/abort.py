@@ -1,0 +1,52 @@
+"""How a program leaves MPI when something went wrong: never one rank alone, never a hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_PATIENCE = 3.0  # seconds that ranks which leave together wait for each other
+_PAUSE = 0.01
+
+
+def abort(comm: MPI.Comm, status: int) -> NoReturn:
+    """**Local.** End every rank of the job now, with `status`.
+
+    MPICH's MPI_Abort returns for some milliseconds; nothing may run after it, so the process ends itself too.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    comm.Abort(status)
+    os._exit(status)
+
+
+def abort_on_uncaught_exceptions(comm: MPI.Comm) -> None:
+    """**Local.** From now on an exception that nobody caught prints its traceback and ends the whole job.
+
+    Without it, the other ranks would wait for ever for the one that is gone. Status 130 for Ctrl-C, else 1.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print(f"[rank {comm.rank}] uncaught exception, ending the job:", file=sys.stderr)
+        traceback.print_exception(kind, error, trace)
+        abort(comm, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def leave_together(comm: MPI.Comm, status: int) -> NoReturn:
+    """**Collective.** Leave with `status`, as all ranks are about to; if one does not come, end the job for all."""
+    request = comm.Ibarrier()
+    deadline = time.monotonic() + _PATIENCE
+    while not request.Test():
+        if time.monotonic() >= deadline:
+            abort(comm, status)
+        time.sleep(_PAUSE)
+    raise SystemExit(status)

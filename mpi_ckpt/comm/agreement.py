@@ -1,0 +1,188 @@
+"""One rank's failure is every rank's failure: work that can raise, and what all ranks then agree on.
+
+Every step of a protocol has the same shape: each rank does its part, rank 0 decides on what they report, all learn the
+outcome. `Council.agree` is that shape, once. Three properties make it fit for work on disks:
+
+- No rank can leave early. An exception on one rank is a vote, not an escape; the same error comes out on all of them.
+- Waiting ranks sleep. A rank that spins in a barrier takes the core from the one that still writes.
+- Silence has a name. Votes are point-to-point messages to rank 0, so that a timeout can tell which ranks are missing.
+
+The cost is one small message to and from rank 0 a rank: linear in the number of ranks, microseconds each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpi_ckpt.errors import CheckpointError, ExplainedError, RankSilent
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+DEFAULT_TIMEOUT = 1800.0  # seconds that a rank may be silent
+_PAUSE = 0.0005  # seconds between polls
+_TAGS = 16384  # agreements before a tag comes round again; MPI guarantees tags up to 32767
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A vote of no, or the outcome that follows from one."""
+
+    error: ExplainedError
+
+
+class Council:
+    """The ranks of one communicator, agreeing on one thing after another.
+
+    It owns a duplicate of `comm`, so that its messages meet no others; an activity that runs in a thread of its own
+    needs a council of its own. All ranks must call `agree` in the same order.
+    """
+
+    def __init__(self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """**Collective.** `timeout` is in seconds."""
+        self.comm = comm.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self.timeout = timeout
+        self._agreements = 0
+
+    def close(self) -> None:
+        """**Collective.** Free the duplicated communicator."""
+        self.comm.Free()
+
+    def agree(
+        self,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], R],
+        *,
+        otherwise: type[CheckpointError] = CheckpointError,
+        extra_time: float = 0.0,
+    ) -> R:
+        """**Collective.** Run `work()` on every rank, then `decide(results)` on rank 0, and return its outcome on all.
+
+        `results` is in rank order. Results and outcome must be small and picklable. When `work` raises on any rank, or
+        `decide` on rank 0, every rank raises the same error: the one of the lowest rank that failed, with the others'
+        ranks in its text. Exceptions that are no ExplainedError (OSError, say) become `otherwise`. A rank that is silent
+        for `timeout + extra_time` seconds after rank 0 is done with its own part fails the agreement too, by name.
+        RankSilent means that nobody knows what rank 0 decided: it does not answer, or was interrupted in `decide`.
+        """
+        vote: Any
+        cause: BaseException | None = None
+        try:
+            vote = work()
+        except (Exception, KeyboardInterrupt) as error:
+            cause, vote = error, _Failure(_explained(error, self.rank, otherwise))
+            vote.error.rank = self.rank if vote.error.rank is None else vote.error.rank
+        outcome = self._lead(vote, decide, otherwise, extra_time) if self.rank == 0 else self._follow(vote, extra_time)
+        if isinstance(outcome, _Failure):
+            raise outcome.error from cause
+        return outcome
+
+    def share(self, work: Callable[[], R], *, otherwise: type[CheckpointError] = CheckpointError) -> R:
+        """**Collective.** Run `work()` on rank 0 alone; every rank returns its result or raises its error."""
+        return self.agree(lambda: None, lambda _: work(), otherwise=otherwise)
+
+    def everywhere(self, work: Callable[[], T]) -> T:
+        """**Collective.** Run `work()` on every rank; each returns its own result once all have succeeded."""
+        mine: list[T] = []
+        self.agree(lambda: mine.append(work()), lambda _: None)
+        return mine[0]
+
+    def broadcast(self, value: T) -> T:
+        """**Collective.** Rank 0's `value` on every rank: a decision in the middle of computing, so nobody sleeps."""
+        return self.comm.bcast(value)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _next_tags(self) -> tuple[int, int]:
+        tag = 2 * (self._agreements % _TAGS)
+        self._agreements += 1
+        return tag, tag + 1  # votes, outcomes
+
+    def _lead(
+        self, vote: Any, decide: Callable[[list[Any]], Any], otherwise: type[CheckpointError], extra_time: float
+    ) -> Any:
+        vote_tag, outcome_tag = self._next_tags()
+        votes: dict[int, Any] = {0: vote}
+        deadline = time.monotonic() + self.timeout + extra_time
+        while len(votes) < self.size and time.monotonic() < deadline:
+            message = self.comm.improbe(tag=vote_tag)  # from any rank
+            if message is None:
+                time.sleep(_PAUSE)
+            else:
+                sender, value = message.recv()
+                votes[sender] = value
+        outcome: Any
+        if len(votes) < self.size:
+            outcome = _Failure(_silence([r for r in range(self.size) if r not in votes], self.timeout, otherwise))
+        else:
+            outcome = _decide([votes[r] for r in range(self.size)], decide, otherwise)
+        requests = [self.comm.isend(outcome, dest=r, tag=outcome_tag) for r in range(1, self.size)]
+        heard = [request for r, request in enumerate(requests, start=1) if r in votes]
+        _poll(lambda: all([request.test()[0] for request in heard]), deadline + self.timeout)
+        return outcome
+
+    def _follow(self, vote: Any, extra_time: float) -> Any:
+        vote_tag, outcome_tag = self._next_tags()
+        request = self.comm.isend((self.rank, vote), dest=0, tag=vote_tag)
+        # Rank 0 waits one timeout for the last vote and may use another for its decision.
+        deadline = time.monotonic() + 2 * self.timeout + extra_time
+        message = _poll(lambda: self.comm.improbe(source=0, tag=outcome_tag), deadline)
+        if message is None:
+            return _Failure(_silence([0], 2 * self.timeout, RankSilent))
+        request.wait()
+        return message.recv()
+
+
+def _decide(votes: Sequence[Any], decide: Callable[[list[Any]], Any], otherwise: type[CheckpointError]) -> Any:
+    failures = {rank: vote.error for rank, vote in enumerate(votes) if isinstance(vote, _Failure)}
+    if failures:
+        return _Failure(_first_of(failures))
+    try:
+        return decide(list(votes))
+    except KeyboardInterrupt:
+        return _Failure(
+            RankSilent("rank 0 was interrupted while it decided; whether that took effect is unknown", rank=0)
+        )
+    except Exception as error:
+        return _Failure(_explained(error, 0, otherwise))
+
+
+def _first_of(failures: dict[int, ExplainedError]) -> ExplainedError:
+    error = failures[min(failures)]
+    if len(failures) > 1:
+        ranks = ", ".join(str(rank) for rank in sorted(failures)[:16]) + (", ..." if len(failures) > 16 else "")
+        error.what += f" [{len(failures)} ranks failed: {ranks}]"
+    return error
+
+
+def _explained(error: BaseException, rank: int, otherwise: type[CheckpointError]) -> ExplainedError:
+    if isinstance(error, ExplainedError):
+        return error
+    path = error.filename if isinstance(error, OSError) else None
+    return otherwise(f"{type(error).__name__}: {error}", path=path, rank=rank)
+
+
+def _silence(ranks: list[int], seconds: float, otherwise: type[CheckpointError]) -> CheckpointError:
+    return otherwise(
+        f"no word from rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
+        rank=ranks[0],
+        found=f"silence for {seconds:.0f} s",
+        expected="a report from every rank",
+        action="See whether that rank still runs and its disk answers; raise `timeout` if it is only slow.",
+    )
+
+
+def _poll(ready: Callable[[], Any], deadline: float) -> Any:
+    """The first true result of `ready`, asked again after a short sleep each time; its last one at the deadline."""
+    while True:
+        result = ready()
+        if result or time.monotonic() >= deadline:
+            return result
+        time.sleep(_PAUSE)

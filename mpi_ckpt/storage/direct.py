@@ -1,0 +1,96 @@
+"""Reads and writes that go past the page cache where the file system takes it (O_DIRECT), and through it elsewhere.
+
+Descriptors opened here want offsets, lengths and addresses that are multiples of ALIGN. Where a file system refuses
+O_DIRECT, at open or at the first transfer (EINVAL: tmpfs, some NFS), the same descriptor goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mpi_ckpt.storage import atomic
+
+logger = logging.getLogger(__name__)
+
+ALIGN = 4096
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def align_up(n: int) -> int:
+    """The next multiple of ALIGN."""
+    return -(-n // ALIGN) * ALIGN
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int, *, cached: bool = False) -> Iterator[int]:
+    """A descriptor of `path`, past the page cache if that is possible, or `cached` (then at any offset).
+
+    OSErrors from inside, close included, name `path`.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    with atomic.naming(path):
+        try:
+            fd = os.open(path, flags | (0 if cached else _O_DIRECT), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL or cached:
+                raise
+            _say_buffered()
+            fd = os.open(path, flags, 0o666)
+        with atomic.closing(fd):
+            yield fd
+
+
+def write_all(fd: int, data: np.ndarray, offset: int) -> None:
+    """Write all of `data` (uint8) at `offset`; a short write is continued."""
+    rest = data.data
+    while rest:
+        try:
+            n = os.pwrite(fd, rest, offset)
+        except OSError as error:
+            if not _falls_back(fd, error):
+                raise
+            continue
+        rest, offset = rest[n:], offset + n
+
+
+def read_into(fd: int, buffer: np.ndarray, offset: int, nbytes: int) -> int:
+    """Read `nbytes` from `offset` into `buffer` (uint8, of at least align_up(nbytes)); fewer only at the file's end.
+
+    Returns the number of bytes that are there, at most `nbytes`.
+    """
+    done = 0
+    while done < nbytes:
+        try:
+            n = os.preadv(fd, [buffer[done : align_up(nbytes)].data], offset + done)
+        except OSError as error:
+            if not _falls_back(fd, error):
+                raise
+            continue
+        if n == 0:
+            break
+        done += n
+    return min(done, nbytes)
+
+
+def _falls_back(fd: int, error: OSError) -> bool:
+    """Whether O_DIRECT may have been the reason, and is off now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & _O_DIRECT:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+    _say_buffered()
+    return True
+
+
+@functools.cache
+def _say_buffered() -> None:
+    logger.info("the file system refuses O_DIRECT; going through the page cache")

@@ -1,0 +1,176 @@
+"""From a parsed manifest to records: every field there, of its type, within its bounds, and in keeping with the others.
+
+Nothing of a manifest reaches a reader unchecked: numbers become offsets, paths are opened. Each fault is an
+InvalidManifest that names the field. Fields that this version does not know are ignored, a newer schema is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpi_ckpt.errors import InvalidManifest, LayoutMismatch, UnknownSchema
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.crc import n_chunks
+from mpi_ckpt.storage.direct import ALIGN
+from mpi_ckpt.storage.json_fields import (
+    Fault,
+    boolean,
+    crc32c,
+    dict_of,
+    integer,
+    integers,
+    list_of,
+    mapping,
+    record,
+    seconds,
+    sha256,
+    string,
+)
+from mpi_ckpt.storage.manifest_layout import check_index, check_tilings
+from mpi_ckpt.storage.records import (
+    FORMAT,
+    ITEMSIZE,
+    SCHEMA_VERSION,
+    ArrayRecord,
+    BlockRecord,
+    IndexRecord,
+    ShardRecord,
+    ValuesRecord,
+)
+
+
+def _save_id(value: Any) -> str:
+    if not names.is_save_id(string(value)):
+        raise Fault(repr(value), "8 to 64 lower-case hexadecimal digits")
+    return value
+
+
+def _dtype(value: Any) -> str:
+    if string(value) not in ITEMSIZE:
+        raise Fault(repr(value), f"one of {', '.join(ITEMSIZE)}")
+    return value
+
+
+def _block(start: tuple[int, ...], shape: tuple[int, ...], *others: Any) -> BlockRecord:
+    if len(start) != len(shape):
+        raise Fault(str(list(shape)), f"as many axes as start {list(start)}", "shape")
+    return BlockRecord(start, shape, *others)
+
+
+_VERSION = record(lambda *both: both, {"format": string, "schema_version": integer})
+_ARRAY = record(ArrayRecord, {"dtype": _dtype, "shape": integers}, replicated=boolean)
+_INDEX = record(IndexRecord, {"start": integer, "shape": integers})
+_VALUES = record(ValuesRecord, {"offset": integer, "nbytes": integer, "crc32c": crc32c})
+_BLOCK = record(
+    _block,
+    {"start": integers, "shape": integers, "offset": integer, "table_offset": integer, "table_crc32c": crc32c},
+)
+_SHARD = record(
+    ShardRecord,
+    {
+        "rank": integer,
+        "path": string,
+        "nbytes": integer,
+        "sha256": sha256,
+        "crc32c": crc32c,
+        "blocks": dict_of(list_of(_BLOCK)),
+        "values": _VALUES,
+    },
+    param_shard_offset=integer,
+    param_shard_numel=integer,
+)
+_FIELDS = {
+    "step": integer,
+    "save_id": _save_id,
+    "world_size": integer,
+    "wall_clock_seconds": seconds,
+    "created": string,
+    "environment": mapping,
+    "meta": mapping,
+    "arrays": dict_of(_ARRAY),
+    "index": dict_of(_INDEX),
+    "shards": list_of(_SHARD),
+}
+_DOCUMENT = record(lambda *fields: dict(zip(_FIELDS, fields, strict=True)), _FIELDS)
+
+
+def check_document(document: dict[str, Any], path: object = None) -> dict[str, Any]:
+    """The fields of a ShardManifest, by name. Raises InvalidManifest; UnknownSchema for a newer version."""
+    try:
+        _check_version(document, path)
+        fields = _DOCUMENT(document)
+        _check_shards(fields)
+    except Fault as fault:
+        raise InvalidManifest(
+            f"the manifest's field {fault.field} is not valid",
+            path=path,
+            found=fault.found,
+            expected=fault.expected,
+            action="Restore another step, or bring the manifest back from a copy; do not edit it.",
+        ) from None
+    return fields
+
+
+def _check_version(document: dict[str, Any], path: object) -> None:
+    kind, version = _VERSION(document)
+    if kind != FORMAT:
+        raise Fault(repr(kind), FORMAT, "format")
+    if version > SCHEMA_VERSION:
+        raise UnknownSchema(
+            "the manifest was written by a newer version of the format",
+            path=path,
+            found=f"schema_version {version}",
+            expected=f"schema_version {SCHEMA_VERSION} or older",
+            action="Read it with a newer release of mpi_ckpt.",
+        )
+
+
+def _check_shards(fields: dict[str, Any]) -> None:
+    """Ranks, file names, places in the files and in the arrays: what only all fields together can show."""
+    size, save_id, arrays = fields["world_size"], fields["save_id"], fields["arrays"]
+    fields["shards"] = shards = tuple(sorted(fields["shards"], key=lambda shard: shard.rank))
+    ranks = [shard.rank for shard in shards]
+    if ranks != list(range(size)):
+        wrong = sorted(set(range(min(size, len(ranks) + 1))) ^ set(ranks)) or ["one rank twice"]
+        raise Fault(f"{len(ranks)} ranks, {wrong[0]} wrong", f"each of the ranks 0 to {size - 1} once", "shards")
+    try:
+        check_tilings(arrays, shards)
+        check_index(arrays, fields["index"])
+    except LayoutMismatch as error:
+        field = "index" if "index" in error.what else "arrays"
+        raise Fault(f"{error.what}: {error.found}", str(error.expected), field) from None
+    for shard in shards:
+        if names.parse_shard(shard.path) not in ((shard.rank, None), (shard.rank, save_id)):
+            expected = f"{names.shard_name(shard.rank)} or {names.shard_name(shard.rank, save_id)}"
+            raise Fault(repr(shard.path), expected, f"shards[{shard.rank}].path")
+        try:
+            _check_places(shard, arrays)
+        except Fault as fault:
+            raise fault.inside(f"shards[{shard.rank}]") from None
+
+
+def _check_places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> None:
+    """Every part of the file lies within it, blocks on multiples of 4096, and no two parts share a byte."""
+    end = 0
+    for offset, nbytes, key, field in sorted(_places(shard, arrays)):
+        if offset < end or offset + nbytes > shard.nbytes:
+            found = f"bytes {offset} to {offset + nbytes}"
+            expected = f"bytes of their own from {end} on within the file's {shard.nbytes}"
+            raise Fault(found, expected, f"blocks[{key!r}].{field}" if key else field)
+        end = offset + nbytes
+
+
+def _places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> Iterator[tuple[int, int, str, str]]:
+    """Offset, bytes, key and field of every part that holds any."""
+    if shard.values.nbytes:
+        yield shard.values.offset, shard.values.nbytes, "", "values.offset"
+    for key, blocks in shard.blocks.items():
+        itemsize = ITEMSIZE[arrays[key].dtype]
+        for block in blocks:
+            nbytes = block.nbytes(itemsize)
+            if nbytes:
+                if block.offset % ALIGN:
+                    raise Fault(block.offset, f"a multiple of {ALIGN}", f"blocks[{key!r}].offset")
+                yield block.offset, nbytes, key, "offset"
+                yield block.table_offset, 4 * n_chunks(nbytes), key, "table_offset"

@@ -1,0 +1,91 @@
+"""The command line: flags into explicit settings and options. The help text is the reference of both."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpi_ckpt.train.config import Options
+
+PROGRAM = "python -m mpi_ckpt.train"
+
+
+def parse(argv: list[str] | None) -> tuple[dict[str, Any], int | None, Options]:
+    """The settings given explicitly, the number of steps if given, and the options. Raises SystemExit for bad usage."""
+    given = vars(_parser().parse_args(argv))
+    steps = given.pop("steps")
+    names = Options.__dataclass_fields__
+    options = Options(**{name: given.pop(name) for name in names})
+    return {name: value for name, value in given.items() if value is not None}, steps, options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"mpirun -n RANKS {PROGRAM}",
+        description="Train MiniGPT on MPI ranks (data parallel, ZeRO-1), with sharded checkpoints and exact resume.",
+        epilog="Settings (model, data, optimizer) belong to the run: they are stored at its first launch. A later one "
+        "in the same directory takes them over; one that is given again must be equal.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument("--run-dir", metavar="DIR", help="directory of the run (default: a new runs/<time>)")
+    run.add_argument("--steps", type=_positive, help="steps of the whole run (default 20, or what is stored)")
+    run.add_argument(
+        "--stop-at", type=_positive, metavar="STEP", help="checkpoint after STEP and exit"
+    )
+    run.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|STEP",
+        help="auto: continue from the newest committed step, or start; never: refuse a directory that holds a run; "
+        "STEP: continue from that step (default auto)",
+    )
+    run.add_argument("--discard-later", action="store_true", help="with --resume STEP: delete the steps after STEP")
+    run.add_argument(
+        "--on-damage",
+        choices=("raise", "older"),
+        default="raise",
+        help="when the newest step is damaged: stop, or set it aside and take the one before (default raise)",
+    )
+    save = parser.add_argument_group("checkpoints")
+    save.add_argument(
+        "--ckpt-every",
+        default="10steps",
+        metavar="CADENCE",
+        help="'10steps', '30s', '10min' or 'auto' (default 10steps); the last step is always saved",
+    )
+    save.add_argument("--keep", type=_positive, default=3, metavar="K", help="newest steps that stay (default 3)")
+    model = parser.add_argument_group("model (settings)")
+    model.add_argument("--n-layer", type=int, help="transformer blocks (default 2)")
+    model.add_argument("--n-embd", type=int, help="width (default 32)")
+    model.add_argument("--n-head", type=int, help="attention heads (default 4)")
+    model.add_argument("--vocab-size", type=int, help="tokens in the vocabulary (default 64)")
+    model.add_argument("--seq-len", type=int, help="tokens a sample (default 16)")
+    model.add_argument("--param-dtype", choices=("float16", "float32"), help="of the parameters (default float16)")
+    data = parser.add_argument_group("data (settings)")
+    data.add_argument(
+        "--data", metavar="FILE", help="raw text (bytes), or uint16 tokens in a .bin (default: synthetic)"
+    )
+    data.add_argument("--corpus-tokens", type=int, help="length of the synthetic corpus (default 65536)")
+    batch = data.add_mutually_exclusive_group()
+    batch.add_argument("--global-batch", type=int, help="samples a step, over all ranks")
+    batch.add_argument("--batch", type=int, help="the same, a rank (default 4)")
+    data.add_argument("--token-noise", type=float, help="probability that an input token is replaced (default 0)")
+    optimizer = parser.add_argument_group("optimizer (settings)")
+    optimizer.add_argument("--seed", type=int, help="of initial values, corpus, order and noise (default 0)")
+    optimizer.add_argument("--lr", type=float, help="learning rate (default 3e-3)")
+    optimizer.add_argument("--beta1", type=float, help="AdamW beta1 (default 0.9)")
+    optimizer.add_argument("--beta2", type=float, help="AdamW beta2 (default 0.95)")
+    optimizer.add_argument("--eps", type=float, help="AdamW eps (default 1e-8)")
+    optimizer.add_argument("--weight-decay", type=float, help="AdamW weight decay (default 0.1)")
+    machine = parser.add_argument_group("this launch")
+    machine.add_argument("--log-every", type=_positive, metavar="N", help="print every Nth step (default: 20 rows)")
+    machine.add_argument("--threads", type=_positive, default=1, help="BLAS threads a rank (default 1)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, expected an integer of at least 1")
+    return value

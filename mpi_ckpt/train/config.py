@@ -1,0 +1,116 @@
+"""What a run is (settings, fixed at its first launch) and how a launch goes about it (options, free every time)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi_ckpt.errors import ExplainedError
+from mpi_ckpt.model.config import ModelConfig
+
+
+class ConfigError(ExplainedError, ValueError):
+    """A setting, or a file that a setting names, cannot be used."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the losses depend on. Stored with the run; a later launch takes them over, or must agree. See `--help`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    global_batch: int = 16
+    seed: int = 0
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    param_dtype: str = "float16"
+    token_noise: float = 0.0
+    data: str | None = None
+    corpus_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        _check("global_batch", self.global_batch, self.global_batch >= 1, "an integer of at least 1")
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
+        _check("lr", self.lr, 0 < self.lr < math.inf, "a positive number")
+        _check("beta1", self.beta1, 0 <= self.beta1 < 1, "a number from 0 to below 1")
+        _check("beta2", self.beta2, 0 <= self.beta2 < 1, "a number from 0 to below 1")
+        _check("eps", self.eps, 0 < self.eps < math.inf, "a positive number")
+        _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a number of at least 0")
+        _check("param_dtype", self.param_dtype, self.param_dtype in ("float16", "float32"), "float16 or float32")
+        _check("token_noise", self.token_noise, 0 <= self.token_noise < 1, "a probability below 1")
+        _check("corpus_tokens", self.corpus_tokens, self.corpus_tokens >= 2, "an integer of at least 2")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: the model's sizes under 'model', the rest beside it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Settings:
+        """The inverse of `to_json`. Raises TypeError or ValueError for anything else."""
+        return cls(**(stored | {"model": ModelConfig(**stored["model"])}))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How this launch goes about it."""
+
+    run_dir: str | None = None
+    resume: str = "auto"  # 'auto', 'never', or a step
+    stop_at: int | None = None
+    discard_later: bool = False
+    on_damage: str = "raise"
+    ckpt_every: str | None = "10steps"
+    keep: int | None = 3
+    log_every: int | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        step = self.resume.isdecimal()
+        _check("resume", self.resume, step or self.resume in ("auto", "never"), "auto, never, or a step")
+        _check("stop_at", self.stop_at, self.stop_at is None or self.stop_at >= 1, "a step of at least 1")
+        _check("on_damage", self.on_damage, self.on_damage in ("raise", "older"), "raise or older")
+        _check("log_every", self.log_every, self.log_every is None or self.log_every >= 1, "at least 1")
+        _check("threads", self.threads, self.threads >= 1, "at least 1")
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step that was asked for by number."""
+        return int(self.resume) if self.resume.isdecimal() else None
+
+
+def resolve(explicit: dict[str, Any], stored: Settings | None, ranks: int) -> Settings:
+    """The settings of the run: what is given explicitly, else what is stored, else the default.
+
+    `explicit` holds the settings on the command line, the model's sizes among them; 'batch' stands for a global batch
+    of as much a rank. Raises ConfigError for an explicit value that is not the stored one.
+    """
+    explicit = dict(explicit)
+    if "batch" in explicit:
+        explicit["global_batch"] = explicit.pop("batch") * ranks
+    base = stored or Settings(global_batch=4 * ranks)
+    sizes = {f.name for f in dataclasses.fields(ModelConfig)}
+    if stored is not None:
+        known = stored.to_json() | stored.to_json()["model"]
+        for name, value in explicit.items():
+            # The data may have moved; their content is compared when they are opened.
+            if name != "data" and value != known[name]:
+                raise ConfigError(
+                    f"{name} is not what this run was started with",
+                    found=value,
+                    expected=known[name],
+                    action="Leave it out or give the stored value; a run with other settings needs another directory.",
+                )
+    try:
+        model = dataclasses.replace(base.model, **{k: v for k, v in explicit.items() if k in sizes})
+    except ValueError as error:
+        raise ConfigError(f"the model cannot be built: {error}") from error
+    return dataclasses.replace(base, model=model, **{k: v for k, v in explicit.items() if k not in sizes})
+
+
+def _check(name: str, value: object, good: bool, expected: str) -> None:
+    if not good:
+        raise ConfigError(f"{name} cannot be used", found=repr(value), expected=expected)

@@ -1,0 +1,148 @@
+"""A run's directory: `run.json` (what the run is), `metrics.jsonl` (what happened), `checkpoints/`.
+
+Rank 0 decides here what a launch is to do; the other ranks are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi_ckpt.checkpoint import steps as step_directories
+from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.train.config import ConfigError, Options, Settings, resolve
+from mpi_ckpt.train.data import DataIdentity
+
+RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+DEFAULT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this launch does: train `settings` up to step `steps` of the run, from `resume_from` or from the start."""
+
+    run_dir: Path
+    settings: Settings
+    steps: int
+    fresh: bool  # no step of this run is committed
+    stored_data: DataIdentity | None  # of the data that the run was started with
+    resume_from: int | None  # a step that was asked for; None is the newest
+    last_step: int  # of this launch
+
+
+def choose_directory(options: Options) -> Path:
+    """**Local.** The run's directory, made if need be; a new `runs/<time>` when none was named."""
+    if options.run_dir is not None:
+        run_dir = Path(options.run_dir)
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ConfigError("run_dir is not a directory", path=run_dir, found="a file", expected="a directory")
+        atomic.make_dir(run_dir)
+        return run_dir
+    stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    run_dir, attempt = stem, 1
+    while run_dir.exists():
+        attempt += 1
+        run_dir = stem.with_name(f"{stem.name}-{attempt}")
+    atomic.make_dir(run_dir)
+    return run_dir
+
+
+def plan_launch(run_dir: Path, explicit: dict[str, Any], steps: int | None, options: Options, ranks: int) -> Plan:
+    """**Local.** What to do in `run_dir`. Raises ConfigError when the request and what lies there do not agree."""
+    stored = _read(run_dir)
+    committed = names.list_steps(run_dir / CHECKPOINTS)
+    anything = committed or step_directories.list_set_aside(run_dir / CHECKPOINTS)
+    if options.resume == "never" and (stored or anything):
+        raise ConfigError(
+            "the directory holds a run, and --resume never was given",
+            path=run_dir,
+            found=f"{len(committed)} committed step(s)" if committed else "a run without a committed step",
+            expected="a directory without a run",
+            action="Give another --run-dir, or continue with --resume auto.",
+        )
+    if anything and stored is None:
+        raise ConfigError(
+            "the directory holds checkpoints, but not the settings of their run",
+            path=run_dir / RUN_FILE,
+            found="no such file",
+            expected="the file that the first launch wrote",
+            action="Restore it from a copy of the run's directory, or start a new run in another one.",
+        )
+    _check_resume_step(run_dir, committed, options)
+    settings = resolve(explicit, stored.settings if stored and anything else None, ranks)
+    total = steps or (stored.steps if stored and anything else DEFAULT_STEPS)
+    return Plan(
+        run_dir=run_dir,
+        settings=settings,
+        steps=total,
+        fresh=not anything,
+        stored_data=stored.data if stored and anything else None,
+        resume_from=options.resume_step,
+        last_step=min(total, options.stop_at or total),
+    )
+
+
+def _check_resume_step(run_dir: Path, committed: list[int], options: Options) -> None:
+    wanted = options.resume_step
+    if wanted is None:
+        return
+    found = f"steps {', '.join(map(str, committed))}" if committed else "no committed step"
+    if wanted not in committed:
+        raise ConfigError(
+            f"step {wanted} cannot be resumed: it is not committed",
+            path=run_dir / CHECKPOINTS,
+            found=found,
+            expected=f"step {wanted}",
+            action="Name a committed step, or use --resume auto.",
+        )
+    if wanted < committed[-1] and not options.discard_later:
+        raise ConfigError(
+            f"resuming from step {wanted} would leave later steps behind it",
+            path=run_dir / CHECKPOINTS,
+            found=found,
+            expected=f"no step after {wanted}",
+            action="Add --discard-later to delete them, or resume from the newest.",
+        )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    settings: Settings
+    steps: int
+    data: DataIdentity
+
+
+def _read(run_dir: Path) -> _Stored | None:
+    path = run_dir / RUN_FILE
+    try:
+        document = json.loads(path.read_text())
+        return _Stored(
+            Settings.from_json(document["settings"]), int(document["steps"]), DataIdentity(**document["data"])
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "the settings of the run cannot be read",
+            path=path,
+            found=f"{type(error).__name__}: {error}",
+            expected="the file that the first launch wrote",
+            action="Restore it from a copy, or start a new run in another directory.",
+        ) from error
+
+
+def store(plan: Plan, data: DataIdentity) -> None:
+    """**Local.** Write `run.json`: before the first step of a run, and when the number of steps was changed."""
+    stored = _read(plan.run_dir)
+    document = {
+        "settings": plan.settings.to_json(),
+        "steps": plan.steps,
+        "data": dataclasses.asdict(plan.stored_data or data),
+    }
+    if stored is None or plan.fresh or stored.steps != plan.steps:
+        atomic.write_file(plan.run_dir / RUN_FILE, (json.dumps(document, indent=2) + "\n").encode())

@@ -1,0 +1,26 @@
+"""What all tests share: whole programs under mpirun with a hard timeout, and the environment that both MPIs want."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.launch import Launcher
+
+# Root in a container and more ranks than cores are ordinary here; the launchers inherit this.
+os.environ.update(
+    OMPI_ALLOW_RUN_AS_ROOT="1",
+    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+    PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+    OMPI_MCA_rmaps_base_oversubscribe="1",
+    OPENBLAS_NUM_THREADS="1",
+)
+
+
+@pytest.fixture()
+def launch(tmp_path):
+    """Starts programs on MPI ranks in `tmp_path`; nothing that a test has started outlives it."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.end_all()
