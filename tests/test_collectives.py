@@ -31,7 +31,7 @@ def offset(counts: list[int], rank: int) -> int:
     return sum(counts[:rank])
 
 
-@pytest.mark.mpi(ranks=[1, 3, 4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[1, 4], timeout=30, unit="s")
 def test_reduce_scatter_gives_each_rank_its_interval_of_the_sum(comm):
     for counts in interval_counts(comm.size):
         n = sum(counts)
@@ -55,7 +55,7 @@ def test_reduce_scatter_adds_in_the_same_order_every_time(comm):
         assert first.tobytes() == again.tobytes()
 
 
-@pytest.mark.mpi(ranks=[1, 3, 4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[1, 3], timeout=30, unit="s")
 def test_allgather_copies_every_interval_bit_for_bit(comm):
     for dtype, counts in itertools.product(("f2", "f4", "f8", "u1"), interval_counts(comm.size)):
         n = sum(counts)
@@ -69,7 +69,7 @@ def test_allgather_copies_every_interval_bit_for_bit(comm):
             assert flat.tobytes() == expected.tobytes()
 
 
-@pytest.mark.mpi(ranks=[1, 3], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
 def test_broadcast_copies_any_shape_and_dtype_from_any_root(comm):
     dtypes, shapes = ("f2", "f4", "f8", "i8", "u1", "?"), ((), (0,), (0, 4), (7,), (57,), (3, 19))
     for dtype, shape, root, limit in itertools.product(dtypes, shapes, range(comm.size), limits(57)):

@@ -55,7 +55,7 @@ def test_any_number_of_ranks_makes_the_updates_of_one(comm):
             assert whole(comm, getattr(zero, name)).tobytes() == getattr(alone, name).tobytes()
 
 
-@pytest.mark.mpi(ranks=[3, 8], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[8], timeout=30, unit="s")
 def test_optimizer_memory_is_twelve_bytes_an_element_of_the_shard(comm):
     for numel in SIZES:
         zero = ZeroOptimizer(comm, initial(numel))
@@ -75,13 +75,13 @@ def test_only_rank_0_s_initial_parameters_count(comm):
     assert not zero.grads.any()
 
 
-@pytest.mark.mpi(ranks=[1, 4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[4], timeout=30, unit="s")
 def test_means_are_over_the_tokens_of_all_ranks_however_they_share_them(comm):
     numel, ranks = 1009, comm.size
     zero = ZeroOptimizer(comm, initial(numel), weight_decay=0.0)
     grads = integer_gradients(numel, ranks, step=1)
     zero.grads[:] = grads[comm.rank]
-    local = tokens_of(comm.rank) if ranks > 1 else 48
+    local = tokens_of(comm.rank)
     tokens = comm.allreduce(local)
     result = zero.step(0.01, local, 0.5 * local + comm.rank)
     mean = grads.sum(axis=0).astype(np.float64) / tokens
@@ -91,7 +91,7 @@ def test_means_are_over_the_tokens_of_all_ranks_however_they_share_them(comm):
     np.testing.assert_array_equal(zero.grads, grads[comm.rank], err_msg="the caller's gradients were changed")
 
 
-@pytest.mark.mpi(ranks=[4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
 def test_replicas_and_their_norm_are_the_same_to_the_bit_on_all_ranks(comm):
     for numel in (3, 57, 70_001):
         zero = ZeroOptimizer(comm, initial(numel))
@@ -176,7 +176,7 @@ def test_memory_is_the_buffers_and_a_constant_and_a_step_allocates_nothing_large
 
 
 @pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
-def test_what_differs_between_ranks_is_refused_on_all_of_them(comm):
+def test_bad_arguments_are_refused_by_name_on_all_ranks_even_if_one_rank_alone_is_wrong(comm):
     last = comm.rank == comm.size - 1
     with pytest.raises(ValueError, match=r"initial: found lengths \[.*-1\] by rank"):
         ZeroOptimizer(comm, initial(57).astype(np.float64) if last else initial(57))
@@ -188,10 +188,6 @@ def test_what_differs_between_ranks_is_refused_on_all_of_them(comm):
     with pytest.raises(ValueError, match="expected none negative, some positive"):
         zero.step(0.01, 0, 1.0)
     assert gather_rows(comm, [zero.steps_taken]).sum() == 0
-
-
-@pytest.mark.mpi(ranks=[2], timeout=30, unit="s")
-def test_settings_out_of_range_are_refused_by_name(comm):
     with pytest.raises(ValueError, match=r"^param_dtype: found float64"):
         ZeroOptimizer(comm, initial(57), param_dtype=np.float64)
     with pytest.raises(ValueError, match=r"^beta2: found 1\.5"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def restore(council: Council, root: Path, template: Template, options: Options, 
     """
     below: int | None = None
     while True:
-        step = council.share(lambda below=below: _choose(root, options.step, below))
+        step = council.share(partial(_choose, root, options.step, below))
         if step is None:
             return None
         try:
@@ -93,7 +94,7 @@ def restore(council: Council, root: Path, template: Template, options: Options, 
             if options.on_damage == "raise":
                 raise
             below = step
-            council.share(lambda step=step, error=error: _give_up(names.step_dir(root, step), error, set_aside))
+            council.share(partial(_give_up, names.step_dir(root, step), error, set_aside))
 
 
 def _choose(root: Path, step: int | None, below: int | None) -> int | None:

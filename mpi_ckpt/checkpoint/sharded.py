@@ -144,7 +144,7 @@ def digests(state: State) -> dict[str, str]:
 
 def _digest(array: np.ndarray) -> str:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return hashlib.sha256(little.reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(little.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _empty_state(opened: restore.Opened, rank: int) -> tuple[State, Leaves]:

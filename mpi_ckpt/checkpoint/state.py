@@ -13,7 +13,7 @@ of plain values alone is one plain value, replaced as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Leaves:
             | dict.fromkeys(self.per_rank, "value per rank")
         )
 
-    def select(self, keys: list[str] | None) -> Leaves:
+    def select(self, keys: Sequence[str] | None) -> Leaves:
         """The leaves at `keys` or below them; all for None. Raises LayoutMismatch for a key that names nothing."""
         if keys is None:
             return self

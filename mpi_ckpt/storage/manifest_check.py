@@ -6,7 +6,7 @@ InvalidManifest that names the field. Fields that this version does not know are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from mpi_ckpt.errors import InvalidManifest, LayoutMismatch, UnknownSchema
@@ -58,6 +58,16 @@ def _block(start: tuple[int, ...], shape: tuple[int, ...], *others: Any) -> Bloc
     return BlockRecord(start, shape, *others)
 
 
+def _quick_block(value: Any) -> BlockRecord:
+    """The same as _BLOCK in half the time, for there may be ten thousands; it only leaves the naming of a fault to it."""
+    try:
+        start, shape = integers(value["start"]), integers(value["shape"])
+        offset, table_offset = integer(value["offset"]), integer(value["table_offset"])
+        return _block(start, shape, offset, table_offset, crc32c(value["table_crc32c"]))
+    except (KeyError, TypeError, Fault):
+        return _BLOCK(value)
+
+
 _VERSION = record(lambda *both: both, {"format": string, "schema_version": integer})
 _ARRAY = record(ArrayRecord, {"dtype": _dtype, "shape": integers}, replicated=boolean)
 _INDEX = record(IndexRecord, {"start": integer, "shape": integers})
@@ -74,7 +84,7 @@ _SHARD = record(
         "nbytes": integer,
         "sha256": sha256,
         "crc32c": crc32c,
-        "blocks": dict_of(list_of(_BLOCK)),
+        "blocks": dict_of(list_of(_quick_block)),
         "values": _VALUES,
     },
     param_shard_offset=integer,
@@ -141,36 +151,28 @@ def _check_shards(fields: dict[str, Any]) -> None:
         field = "index" if "index" in error.what else "arrays"
         raise Fault(f"{error.what}: {error.found}", str(error.expected), field) from None
     for shard in shards:
-        if names.parse_shard(shard.path) not in ((shard.rank, None), (shard.rank, save_id)):
+        if shard.path not in (names.shard_name(shard.rank), names.shard_name(shard.rank, save_id)):
             expected = f"{names.shard_name(shard.rank)} or {names.shard_name(shard.rank, save_id)}"
             raise Fault(repr(shard.path), expected, f"shards[{shard.rank}].path")
-        try:
-            _check_places(shard, arrays)
-        except Fault as fault:
-            raise fault.inside(f"shards[{shard.rank}]") from None
+        _check_places(shard, arrays)
 
 
 def _check_places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> None:
     """Every part of the file lies within it, blocks on multiples of 4096, and no two parts share a byte."""
-    end = 0
-    for offset, nbytes, key, field in sorted(_places(shard, arrays)):
-        if offset < end or offset + nbytes > shard.nbytes:
-            found = f"bytes {offset} to {offset + nbytes}"
-            expected = f"bytes of their own from {end} on within the file's {shard.nbytes}"
-            raise Fault(found, expected, f"blocks[{key!r}].{field}" if key else field)
-        end = offset + nbytes
-
-
-def _places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> Iterator[tuple[int, int, str, str]]:
-    """Offset, bytes, key and field of every part that holds any."""
+    parts = [(0, 0, ""), (shard.nbytes, shard.nbytes, "")]  # begin, end, field
     if shard.values.nbytes:
-        yield shard.values.offset, shard.values.nbytes, "", "values.offset"
+        parts.append((shard.values.offset, shard.values.offset + shard.values.nbytes, "values.offset"))
     for key, blocks in shard.blocks.items():
         itemsize = ITEMSIZE[arrays[key].dtype]
         for block in blocks:
             nbytes = block.nbytes(itemsize)
             if nbytes:
                 if block.offset % ALIGN:
-                    raise Fault(block.offset, f"a multiple of {ALIGN}", f"blocks[{key!r}].offset")
-                yield block.offset, nbytes, key, "offset"
-                yield block.table_offset, 4 * n_chunks(nbytes), key, "table_offset"
+                    raise Fault(block.offset, f"a multiple of {ALIGN}", f"shards[{shard.rank}].blocks[{key!r}].offset")
+                parts.append((block.offset, block.offset + nbytes, key))
+                parts.append((block.table_offset, block.table_offset + 4 * n_chunks(nbytes), key))
+    parts.sort()
+    for (_, end, one), (begin, _, other) in pairwise(parts):
+        if begin < end:
+            where = f"shards[{shard.rank}] (offsets of {one or other}, {other or one})"
+            raise Fault(f"one part up to byte {end}, the next from byte {begin}", "parts that share no byte", where)

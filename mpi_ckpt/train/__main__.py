@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         with threadpool_limits(options.threads, user_api="blas"):
             run(comm, explicit, steps, options)
     except SystemExit as usage:
-        leave_together(comm, usage.code)
+        leave_together(comm, 2 if usage.code else 0)
     except RankSilent as error:
         sys.stderr.write(f"[rank {comm.rank}] error: {error}\n")  # one write: lines of ranks must not mix
         abort(comm, 1)

@@ -66,8 +66,8 @@ def print_memory(rows: Sequence[Sequence[float]], num_params: int) -> None:
         params, gradients, optimizer, resident = (int(value) for value in row)
         print(f"{rank:6d} {params:12d} {gradients:12d} {optimizer:12d} {ideal:14.1f} {resident:14d}")
     for name, reduce in (("max", max), ("mean", lambda values: sum(values) / len(values))):
-        params, gradients, optimizer, resident = (reduce([row[i] for row in rows]) for i in range(4))
-        print(f"{name:>6} {params:12.0f} {gradients:12.0f} {optimizer:12.0f} {ideal:14.1f} {resident:14.0f}")
+        columns = [reduce([row[i] for row in rows]) for i in range(4)]
+        print("{:>6} {:12.0f} {:12.0f} {:12.0f} {:14.1f} {:14.0f}".format(name, *columns[:3], ideal, columns[3]))
 
 
 def print_manifest(manifest: ShardManifest, directory: Path) -> None:

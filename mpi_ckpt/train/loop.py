@@ -130,7 +130,7 @@ class Trainer:
             tokens[hit] = self.rng.integers(self.settings.model.vocab_size, size=int(hit.sum()))
 
     def _save(self, checkpointer: Checkpointer, step: int, *, last: bool) -> None:
-        about = {
+        about: dict[str, Any] = {
             "meta": {"settings": self.settings.to_json(), "cursor": self.state["progress"]["cursor"]},
             "index": {p.name: (p.start, p.shape) for p in self.settings.model.parameters()},
         }
