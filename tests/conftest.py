@@ -18,7 +18,7 @@ os.environ.update(
 )
 
 
-@pytest.fixture()
+@pytest.fixture
 def launch(tmp_path):
     """Starts programs on MPI ranks in `tmp_path`; nothing that a test has started outlives it."""
     launcher = Launcher(tmp_path)

@@ -46,11 +46,11 @@ class Job:
 
     def __init__(self, command: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
         self._began = time.monotonic()
-        self._out, self._err = (open(cwd / f"job-{time.monotonic_ns()}.{kind}", "w+") for kind in ("out", "err"))
-        self.process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
-            start_new_session=True,
-        )  # fmt: skip
+        self._out, self._err = (cwd / f"job-{time.monotonic_ns()}.{kind}" for kind in ("out", "err"))
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
 
     def wait(self, timeout: float) -> Outcome:
         try:
@@ -64,8 +64,8 @@ class Job:
         return self._read(self._out) + self._read(self._err)
 
     @staticmethod
-    def _read(file) -> str:
-        return Path(file.name).read_text(errors="replace")
+    def _read(path: Path) -> str:
+        return path.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
         """The process ids of the Python ranks of this job, in the order of their start."""

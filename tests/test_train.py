@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.launch import is_open_mpi
+from tests.launch import ROOT, is_open_mpi, mpirun
 
 RANKS = 4
 
@@ -274,6 +277,23 @@ def test_ctrl_c_ends_the_job_within_seconds(launch):
     outcome = job.wait(15)
     assert outcome.status != 0
     assert time.monotonic() - began < (10 if is_open_mpi() else 5)
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_log_does_not(reference, launch):
+    assert "\x1b" not in reference[1].stdout
+    leader, follower = pty.openpty()
+    command = [mpirun(), "-n", "2", sys.executable, "-m", "mpi_ckpt.train", "--run-dir", "run", "--steps", "200"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    job = subprocess.Popen(command, cwd=launch.cwd, env=env, stdout=follower, stdin=follower, start_new_session=True)
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO when the last writer has closed its end
+        while chunk := os.read(leader, 65536):
+            shown += chunk
+    os.close(leader)
+    assert job.wait(30) == 0
+    assert "━".encode() in shown
+    assert b"resume verified" in shown
 
 
 def test_bad_usage_is_said_once(launch):

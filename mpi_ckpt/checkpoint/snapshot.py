@@ -98,7 +98,9 @@ def describe(leaves: Leaves, replicated: dict[str, Any]) -> Description:
     arrays = {key: ArrayRecord(stored_dtype(s[0].array), s[0].shape) for key, s in leaves.shards.items()}
     arrays |= {key: ArrayRecord(stored_dtype(a), a.shape, replicated=True) for key, a in leaves.arrays.items()}
     digests = {key: crc32c(values.dumps(value)) for key, value in replicated.items()}
-    digests |= {key: crc32c(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for key, a in leaves.arrays.items()}
+    digests |= {
+        key: crc32c(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for key, a in leaves.arrays.items()
+    }
     return Description(
         arrays=arrays,
         blocks={key: [shard.block for shard in shards] for key, shards in leaves.shards.items()},

@@ -34,7 +34,7 @@ class Fault(Exception):
 
 
 def record(make: Callable[..., T], checks: dict[str, Callable[[Any], Any]], **optional: Callable[[Any], Any]) -> Any:
-    """A check for an object with the fields `checks` (at least two), and perhaps `optional` ones; calls `make(*fields)`.
+    """A check for an object with the fields `checks` (two or more), and perhaps `optional` ones; calls `make(*fields)`.
 
     An optional field that is there is passed by name. Other fields are ignored.
     """

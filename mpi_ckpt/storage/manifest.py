@@ -26,6 +26,7 @@ from mpi_ckpt.storage.records import (
     ShardRecord,
     ValuesRecord,
 )
+from mpi_ckpt.storage.shard_line import shard_line
 
 __all__ = [
     "ArrayRecord",
@@ -59,7 +60,7 @@ class ShardManifest:
     def to_json(self) -> str:
         """**Local.** Strict JSON with a digest of its own. Raises UnsupportedState where `meta` is not plain JSON."""
         with _paused_gc():
-            return manifest_json.dump(_document(self))
+            return manifest_json.dump(_document(self), {"shards": map(shard_line, self.shards)})
 
     @classmethod
     def from_json(cls, text: str, path: object = None) -> ShardManifest:
@@ -152,8 +153,7 @@ def write_manifest(directory: Path, manifest: ShardManifest) -> None:
 def _with_interval(record: ShardRecord, held: tuple[BlockRecord, ...]) -> ShardRecord:
     if len(held) != 1:
         return record
-    interval = {"param_shard_offset": held[0].start[0], "param_shard_numel": held[0].shape[0]}
-    return ShardRecord(**(vars(record) | interval))
+    return record._replace(param_shard_offset=held[0].start[0], param_shard_numel=held[0].shape[0])
 
 
 def _document(manifest: ShardManifest) -> dict[str, Any]:
@@ -169,35 +169,12 @@ def _document(manifest: ShardManifest) -> dict[str, Any]:
         "meta": manifest.meta,
         "arrays": {key: _array(array) for key, array in manifest.arrays.items()},
         "index": {name: entry._asdict() for name, entry in manifest.index.items()},
-        "shards": [_shard(shard) for shard in manifest.shards],
     }
 
 
 def _array(array: ArrayRecord) -> dict[str, Any]:
     optional = {"replicated": True} if array.replicated else {}
     return {"dtype": array.dtype, "shape": array.shape} | optional
-
-
-def _shard(shard: ShardRecord) -> dict[str, Any]:
-    found = vars(shard) | {
-        "blocks": {key: [_block(block) for block in held] for key, held in shard.blocks.items()},
-        "values": _values(shard.values),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _block(block: BlockRecord) -> dict[str, Any]:
-    return {
-        "start": block.start,
-        "shape": block.shape,
-        "offset": block.offset,
-        "table_offset": block.table_offset,
-        "table_crc32c": block.table_crc32c,
-    }
-
-
-def _values(values: ValuesRecord) -> dict[str, Any]:
-    return {"offset": values.offset, "nbytes": values.nbytes, "crc32c": values.crc32c}
 
 
 @contextlib.contextmanager

@@ -10,24 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mpi_ckpt.errors import InvalidManifest, UnsupportedState
 
 _DIGEST = "manifest_sha256"
-_ENTRIES_ON_LINES = ("arrays", "index", "shards")
+_ENTRIES_ON_LINES = ("arrays", "index")
 _ACTION = "Restore another step, or bring the manifest back from a copy; do not edit it."
 
-_canonical = json.JSONEncoder(
+canonical = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
 ).encode
 
 
-def dump(document: dict[str, Any]) -> str:
-    """The text of a document without its digest. Raises UnsupportedState where JSON cannot hold it as it is."""
+def dump(document: dict[str, Any], lines: Mapping[str, Iterable[str]]) -> str:
+    """The text of a document without its digest; `lines` has more of its keys, each a list of canonical JSON already.
+
+    Raises UnsupportedState where JSON cannot hold the document as it is.
+    """
     try:
-        body = ",\n".join(f"{_canonical(key)}:{_value(key, document[key])}" for key in sorted(document))
-        digest = _sha256(f"{{{body}}}".replace("\n", ""))
+        pieces = ["{", *_pieces(document, lines), "}"]
+        digest = _sha256(pieces)
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedState(
             "the manifest cannot be written as strict JSON",
@@ -35,7 +39,8 @@ def dump(document: dict[str, Any]) -> str:
             expected="dicts with str keys, lists, str, int, finite float, bool and None",
             action="Look at `meta` and `index`; put other types into the state, which keeps them.",
         ) from error
-    return f'{{\n{body},\n"{_DIGEST}":"{digest}"\n}}\n'
+    pieces[-2:] = [f"{pieces[-2]},", f'"{_DIGEST}":"{digest}"', "}", ""]
+    return "\n".join(pieces)
 
 
 def load(text: str, path: object = None) -> dict[str, Any]:
@@ -56,27 +61,51 @@ def load(text: str, path: object = None) -> dict[str, Any]:
     return document
 
 
-def _value(key: str, value: Any) -> str:
-    if key not in _ENTRIES_ON_LINES or not value:
-        return _canonical(value)
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(map(_canonical, value)) + "\n]"
-    return "{\n" + ",\n".join(f"{_canonical(k)}:{_canonical(value[k])}" for k in sorted(value)) + "\n}"
+def _pieces(document: dict[str, Any], lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """The canonical JSON between the outer braces, in pieces that end where a person likes a line to end."""
+    keys = sorted(document.keys() | lines.keys())
+    for key in keys:
+        comma = "" if key == keys[-1] else ","
+        if key in lines:
+            yield from _on_lines(key, "[", lines[key], "]" + comma)
+        elif key in _ENTRIES_ON_LINES:
+            value = document[key]
+            yield from _on_lines(
+                key, "{", [f"{canonical(k)}:{canonical(value[k])}" for k in sorted(value)], "}" + comma
+            )
+        else:
+            yield f"{canonical(key)}:{canonical(document[key])}{comma}"
+
+
+def _on_lines(key: str, opening: str, entries: Iterable[str], closing: str) -> Iterator[str]:
+    line = f"{canonical(key)}:{opening}"
+    comma = ""
+    for entry in entries:
+        yield line + comma
+        line, comma = entry, ","
+    yield line
+    yield closing
 
 
 def _digest_of(text: str, document: dict[str, Any], claimed: object) -> str | None:
     """The digest of the document that `text` was parsed into; None where it has no canonical form."""
-    # Line breaks are never part of a JSON string, so without them the text still means the same.
-    body = text.replace("\n", "").removesuffix(f',"{_DIGEST}":"{claimed}"}}') + "}"
+    # A line break is never part of a JSON string: the lines, put together, still mean the same.
+    *lines, last, digest, brace, end = ["", "", "", *text.split("\n")]
     try:
-        found = _sha256(body)
-        return found if found == claimed else _sha256(_canonical(document))
+        if [last[-1:], digest, brace, end] == [",", f'"{_DIGEST}":"{claimed}"', "}", ""]:
+            found = _sha256([*lines, last[:-1], "}"])
+            if found == claimed:
+                return found
+        return _sha256([canonical(document)])
     except ValueError:  # a lone surrogate
         return None
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _sha256(pieces: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece.encode())
+    return digest.hexdigest()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

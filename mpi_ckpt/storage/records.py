@@ -52,8 +52,7 @@ class ValuesRecord(NamedTuple):
     crc32c: str
 
 
-@dataclass(frozen=True)
-class ShardRecord:
+class ShardRecord(NamedTuple):
     """One rank's file. `sha256` and `crc32c` are those of the whole file; `blocks` has, by key, what the rank holds.
 
     `param_shard_offset` and `param_shard_numel` are the rank's interval of the flat parameter space, in elements, where

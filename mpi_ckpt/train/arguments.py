@@ -30,9 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("the run")
     run.add_argument("--run-dir", metavar="DIR", help="directory of the run (default: a new runs/<time>)")
     run.add_argument("--steps", type=_positive, help="steps of the whole run (default 20, or what is stored)")
-    run.add_argument(
-        "--stop-at", type=_positive, metavar="STEP", help="checkpoint after STEP and exit"
-    )
+    run.add_argument("--stop-at", type=_positive, metavar="STEP", help="checkpoint after STEP and exit")
     run.add_argument(
         "--resume",
         default="auto",

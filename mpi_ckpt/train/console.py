@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mpi_ckpt.storage.manifest import ShardManifest
+from mpi_ckpt.train.terminal import someone_watches
 
 _COLUMNS = ("step", "loss", "lr", "param norm", "grad norm", "ms")
 
@@ -24,9 +25,9 @@ class StepTable:
 
     def __enter__(self) -> StepTable:
         if self._enabled:
-            if sys.stdout.isatty():  # a log file gets plain lines only
+            if someone_watches():  # a log file gets plain lines only
                 columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()
-                self._progress = Progress(*columns, transient=True)
+                self._progress = Progress(*columns, transient=True, console=Console(force_terminal=True))
                 self._task = self._progress.add_task("train", total=self._last, completed=self._first - 1)
                 self._progress.start()
             self._print("{:>6} {:>9} {:>9} {:>11} {:>10} {:>8}".format(*_COLUMNS))

@@ -1,0 +1,109 @@
+"""Any region of any array of a committed step, by one process and without MPI: for analysis, export and curiosity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mpi_ckpt.errors import LayoutMismatch, NoCheckpoint
+from mpi_ckpt.layout import Block, overlap
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import BlockRecord, IndexRecord, ShardManifest, flat_arrays, read_manifest
+from mpi_ckpt.storage.shard_file import check_structure, map_block, read_blocks
+
+
+def read(
+    root: str | Path,
+    step: int | None,
+    name: str,
+    region: slice | Sequence[slice] | None = None,
+    *,
+    verify: str = "crc32c",
+) -> np.ndarray:
+    """**Local.** `region` of the array `name` in `step` (None: the newest) below the checkpoints root `root`.
+
+    `name` is a key of the state ('optimizer/m'), a named parameter of the index ('blocks.0.fc.weight'), which is taken
+    from the first array of the flat parameter space, or both ('m:blocks.0.fc.weight'). `region` is a slice for each
+    axis, of step 1; None is everything. The result has the array's dtype and the region's shape.
+
+    Only the blocks that overlap the region are touched, and of those only the chunks of 1 MiB that hold it, each
+    checked by its crc32c. With verify="none" nothing is checked, and a region within one block is not even read but
+    mapped, read-only. Raises NoCheckpoint, LayoutMismatch for a name or region that is not there, MissingShard,
+    CorruptShard, InvalidManifest.
+    """
+    directory = _directory(Path(root), step)
+    manifest = read_manifest(directory)
+    if name in manifest.arrays:
+        wanted = _box(name, manifest.arrays[name].shape, region)
+        return _read_box(directory, manifest, name, wanted, verify)
+    key, entry = _parameter(directory, manifest, name)
+    # A parameter is an interval of a flat array: read the part of it from the first to the last element of the region.
+    wanted = _box(name, entry.shape, region)
+    if wanted.size == 0:
+        return np.empty(wanted.shape, manifest.arrays[key].dtype)
+    first = int(np.ravel_multi_index(wanted.start, entry.shape)) if entry.shape else 0
+    last = int(np.ravel_multi_index(tuple(n - 1 for n in wanted.stop), entry.shape)) if entry.shape else 0
+    flat = _read_box(directory, manifest, key, Block((entry.start + first,), (last + 1 - first,)), verify)
+    strides = [int(np.prod(entry.shape[axis + 1 :], dtype=int)) * flat.itemsize for axis in range(len(entry.shape))]
+    return np.lib.stride_tricks.as_strided(flat, wanted.shape, strides, writeable=flat.flags.writeable)
+
+
+def _directory(root: Path, step: int | None) -> Path:
+    steps = names.list_steps(root)
+    if not steps or (step is not None and step not in steps):
+        raise NoCheckpoint(
+            "there is no committed step" if step is None else f"step {step} is not committed",
+            path=root,
+            found=f"steps {', '.join(map(str, steps))}" if steps else "no committed step",
+            expected="a committed step" if step is None else f"step {step}",
+            action="Look with `python -m mpi_ckpt ls`.",
+        )
+    return names.step_dir(root, steps[-1] if step is None else step)
+
+
+def _parameter(directory: Path, manifest: ShardManifest, name: str) -> tuple[str, IndexRecord]:
+    key, _, parameter = name.rpartition(":")
+    flat = flat_arrays(manifest.arrays)
+    key = key or (flat[0] if flat else "")
+    if parameter not in manifest.index or key not in flat:
+        known = [*manifest.arrays, *manifest.index]
+        raise LayoutMismatch(
+            f"{name!r} is neither an array nor a named parameter of the checkpoint",
+            path=directory,
+            found=repr(name),
+            expected=f"one of {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
+            action="`python -m mpi_ckpt show` lists the names; 'm:NAME' reads NAME from the array 'm'.",
+        )
+    return key, manifest.index[parameter]
+
+
+def _box(name: str, shape: tuple[int, ...], region: slice | Sequence[slice] | None) -> Block:
+    slices = () if region is None else (region,) if isinstance(region, slice) else tuple(region)
+    good = len(slices) <= len(shape) and all(isinstance(s, slice) and s.step in (None, 1) for s in slices)
+    if not good:
+        raise LayoutMismatch(
+            f"the region cannot be read from {name!r}",
+            found=repr(region),
+            expected=f"at most {len(shape)} slices of step 1, for shape {shape}",
+        )
+    bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)] + [(0, n) for n in shape[len(slices) :]]
+    return Block(tuple(a for a, _ in bounds), tuple(max(0, b - a) for a, b in bounds))
+
+
+def _read_box(directory: Path, manifest: ShardManifest, key: str, wanted: Block, verify: str) -> np.ndarray:
+    dtype = np.dtype(manifest.arrays[key].dtype)
+    pieces: list[tuple[Path, BlockRecord]] = []
+    for record in manifest.shards:
+        blocks = [block for block in record.blocks.get(key, ()) if overlap(block.block, wanted)]
+        if blocks:
+            check_structure(directory / record.path, record)
+            pieces += [(directory / record.path, block) for block in blocks]
+    if verify == "none" and len(pieces) == 1:
+        path, block = pieces[0]
+        return map_block(path, block, dtype)[wanted.within(block.block)]
+    out = np.empty(wanted.shape, dtype)
+    for path, block in pieces:
+        read_blocks(path, [(block, wanted, out)], verify)
+    return out
