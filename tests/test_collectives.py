@@ -44,6 +44,40 @@ def test_reduce_scatter_gives_each_rank_its_interval_of_the_sum(comm):
             np.testing.assert_array_equal(flat, data[comm.rank], err_msg="the input was changed")
 
 
+class Watched:
+    """A communicator that notes how many elements each collective moves, and passes everything on."""
+
+    def __init__(self, comm):
+        self.comm, self.size, self.rank, self.elements = comm, comm.size, comm.rank, []
+
+    def Reduce_scatter(self, flat, mine, counts):  # noqa: N802 (mpi4py's names)
+        self.elements.append(max(flat.size, sum(counts)))
+        self.comm.Reduce_scatter(flat, mine, counts)
+
+    def Allgatherv(self, send, receive):  # noqa: N802
+        self.elements.append(max(receive[0].size, sum(receive[1])))
+        self.comm.Allgatherv(send, receive)
+
+    def Bcast(self, array, root):  # noqa: N802
+        self.elements.append(array.size)
+        self.comm.Bcast(array, root)
+
+
+@pytest.mark.mpi(ranks=[2], timeout=30, unit="s")
+def test_no_call_moves_more_elements_than_the_limit(comm):
+    counts = [57, 12]
+    flat, mine = np.zeros(69, dtype=np.float32), np.zeros(counts[comm.rank], dtype=np.float32)
+    for limit, pieces in ((5, [5] * 13 + [4]), (23, [23] * 3), (68, [68, 1]), (69, [69]), (70, [69])):
+        for collective, arguments in (
+            (collectives.reduce_scatter_sum, (flat, counts, mine)),
+            (collectives.allgather_intervals, (flat, counts)),
+            (collectives.broadcast, (flat,)),
+        ):
+            watched = Watched(comm)
+            collective(watched, *arguments, limit=limit)
+            assert watched.elements == pieces
+
+
 @pytest.mark.mpi(ranks=[4], timeout=30, unit="s")
 def test_reduce_scatter_adds_in_the_same_order_every_time(comm):
     counts = [b - a for a, b in (shard_range(30_080, comm.size, r) for r in range(comm.size))]

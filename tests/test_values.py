@@ -172,7 +172,6 @@ REFUSED = {
     "an array of strings": np.array(["a"]),
     "a structured array": np.zeros(2, [("a", "i4")]),
     "a masked array": np.ma.array([1, 2], mask=[False, True]),
-    "a matrix": np.asmatrix([[1]]),
     "a list that holds itself": endless(list),
     "a dict that holds itself": endless(dict),
     "a generator without state": random.SystemRandom(),

@@ -55,6 +55,25 @@ def test_any_number_of_ranks_makes_the_updates_of_one(comm):
             assert whole(comm, getattr(zero, name)).tobytes() == getattr(alone, name).tobytes()
 
 
+@pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
+def test_ten_steps_follow_the_paper_in_float64(comm):
+    """arXiv:1711.05101, Algorithm 2, on the mean gradient; only the given intervals decay."""
+    numel, tokens, lr = 1009, 16 * comm.size, 0.01
+    zero = ZeroOptimizer(comm, initial(numel), weight_decay=0.5, decay_intervals=[(0, 100), (300, 999)])
+    decay = np.zeros(numel)
+    decay[0:100] = decay[300:999] = 0.5
+    theta, m, v = initial(numel).astype(np.float64), np.zeros(numel), np.zeros(numel)
+    for t in range(1, 11):
+        grads = integer_gradients(numel, comm.size, t)
+        zero.grads[:] = grads[comm.rank]
+        zero.step(lr, 16, 1.0)
+        g = grads.sum(axis=0) / np.float64(tokens)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        theta -= lr * ((m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8) + decay * theta)
+    np.testing.assert_allclose(whole(comm, zero.master), theta, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(zero.params, theta, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.mpi(ranks=[8], timeout=30, unit="s")
 def test_optimizer_memory_is_twelve_bytes_an_element_of_the_shard(comm):
     for numel in SIZES:

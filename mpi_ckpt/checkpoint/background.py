@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Background:
-    """Runs one function at a time beside the caller; its exception waits for the next `collect`."""
+    """Runs one function at a time beside the caller; its outcome waits for the next `collect`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
+        self._result: Any = None
         self._error: BaseException | None = None
+        self._then: Callable[[Callable[[], Any]], None] | None = None
 
     @property
     def busy(self) -> bool:
         """True while there is work whose outcome has not been collected."""
         return self._thread is not None
 
-    def start(self, work: Callable[[], object]) -> None:
-        """**Local.** Begin `work`; the caller has collected the one before."""
+    def start(self, work: Callable[[], Any], then: Callable[[Callable[[], Any]], None] | None = None) -> None:
+        """**Local.** Begin `work`; the caller has collected the one before.
+
+        `then` is called by `collect`, in the caller's thread, with a function that returns what `work` returned or
+        raises what it raised; it is for what only that thread may do.
+        """
+        self._then = then
         # A daemon: a process whose peers are gone must be able to end although its thread still waits for them.
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
         self._thread.start()
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            work()
+            self._result = work()
         except BaseException as error:  # whatever it is, it is the caller's to know
             self._error = error
 
@@ -42,10 +50,19 @@ class Background:
         return self.finished()
 
     def collect(self) -> None:
-        """**Local.** Wait for the work and raise what it raised, once."""
+        """Wait for the work and raise what it raised, once. **Collective** if the work's `then` is."""
         if self._thread is None:
             return
         self._thread.join()
-        self._thread, error, self._error = None, self._error, None
-        if error is not None:
-            raise error
+        result, error, then = self._result, self._error, self._then
+        self._thread = self._result = self._error = self._then = None
+
+        def outcome() -> Any:
+            if error is not None:
+                raise error
+            return result
+
+        if then is not None:
+            then(outcome)
+        else:
+            outcome()

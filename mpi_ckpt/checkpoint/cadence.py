@@ -24,6 +24,8 @@ class Cadence:
         """The cadence that `every` names. Raises ValueError saying what was found and what is expected."""
         if every is None:
             return cls()
+        if not isinstance(every, str):
+            raise ValueError(f"every: found {every!r}, expected {_FORM}")
         if every == "auto":
             return cls(
                 mean_time_between_failures=parse_duration("mean_time_between_failures", mean_time_between_failures)

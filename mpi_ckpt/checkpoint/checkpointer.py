@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from mpi_ckpt.checkpoint import commit, restore, retention, snapshot, steps
 from mpi_ckpt.checkpoint.background import Background
 from mpi_ckpt.checkpoint.cadence import Cadence
+from mpi_ckpt.checkpoint.rotation import Rotation
 from mpi_ckpt.checkpoint.state import State, walk
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.comm.threads import threads_may_communicate
 from mpi_ckpt.errors import CheckpointError, UnsupportedState
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.lock import WriterLock
-from mpi_ckpt.storage.manifest import ShardManifest
+from mpi_ckpt.storage.manifest import ShardManifest, ShardRecord
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,10 +49,12 @@ class Checkpointer:
 
     Use it as a context manager. All ranks of `comm` call its collective methods in the same order with the same
     arguments. `every` is '500steps', '30s', '10min', 'auto' (as often as pays, given `mean_time_between_failures`), or
-    None (only `save` saves). The newest `keep` steps stay; None keeps all. With `async_io` a save returns as soon as
-    the state is copied, and commits by itself. `timeout` is the number of seconds after which a silent rank fails a
-    save. `on_event` is called on every rank with a dict, at times from another thread. A `read_only` checkpointer takes
-    no lock and changes nothing.
+    None (only `save` saves). The newest `keep` steps stay (None: all), and beside them every step that `keep_every`
+    divides, the `keep_best` steps with the best `best_metric` (`best_mode` 'min' or 'max'; see `metrics` of `save`),
+    those with a `pinned` file in their directory, and the step restored from until a newer one is committed. With
+    `async_io` a save returns as soon as the state is copied, and commits by itself. `timeout` is the number of seconds
+    after which a silent rank fails a save. `on_event` is called on every rank with a dict, at times from another
+    thread. A `read_only` checkpointer takes no lock and changes nothing.
     """
 
     def __init__(
@@ -62,6 +65,10 @@ class Checkpointer:
         every: str | None = None,
         mean_time_between_failures: str = "1d",
         keep: int | None = 3,
+        keep_every: int | None = None,
+        best_metric: str | None = None,
+        best_mode: str = "min",
+        keep_best: int = 1,
         async_io: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
         on_event: Callable[[Event], None] | None = None,
@@ -70,20 +77,22 @@ class Checkpointer:
         """**Collective.** Make `root` and take its writer's lock. Raises DirectoryInUse; ValueError for an option."""
         self.root = Path(root)
         self._cadence = Cadence.parse(every, mean_time_between_failures)
-        self._keep = _check_keep(keep)
+        policy = retention.Policy(keep, keep_every, best_metric, best_mode, keep_best)
         self._on_event = on_event or (lambda event: None)
+        self._rotation = Rotation(self.root, policy, self._on_event)
         self._read_only = read_only
         # Two activities on one communicator would meet each other's messages: each has its own.
         self._decisions = Council(comm, timeout)
         self._commits = Council(comm, timeout)
-        self._background = Background("mpi_ckpt commit") if async_io and threads_may_communicate() else None
-        self._buffers = snapshot.Buffers() if self._background else None
+        self._background = Background("mpi_ckpt commit")
+        self._async_io = async_io
+        self._threads_may_communicate = threads_may_communicate()
+        self._buffers = snapshot.Buffers() if async_io else None
         self._lock: WriterLock | None = None
         self._launch_id = "" if read_only else self._decisions.share(self._take_lock)
         self._began = self._last_save = time.monotonic()
         self._seconds_before = 0.0  # of the launches that this one continues
         self._cost: float | None = None  # seconds that the last save kept the application waiting
-        self._held: int | None = None  # the step restored from: kept until a newer one commits
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -95,7 +104,7 @@ class Checkpointer:
         due, finished = False, False
         if self._cadence.needs_clock or self._in_flight:
             elapsed = time.monotonic() - self._last_save
-            mine = self._cadence.due(step, elapsed, self._cost), self._in_flight and self._finished()
+            mine = self._cadence.due(step, elapsed, self._cost), self._in_flight and self._background.finished()
             due, finished = self._decisions.broadcast(mine)
         else:
             due = self._cadence.due(step, 0.0, None)
@@ -111,59 +120,84 @@ class Checkpointer:
         state: State,
         *,
         meta: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
         index: Index | None = None,
         overwrite: bool = False,
     ) -> None:
         """**Collective.** Save `state` as `step`; with `async_io` return once it is copied.
 
-        `meta` is small JSON of the application's own, `index` maps names to `(start, shape)` intervals of the flat
-        space of the state's 1-d arrays. Raises StepExists unless `overwrite`; UnsupportedState or LayoutMismatch for a
-        state that cannot be saved; SaveFailed when nothing was committed, here or for the save before this one.
+        `meta` is small JSON of the application's own; `metrics` are numbers that retention may choose by; `index` maps
+        names to `(start, shape)` intervals of the flat space that the state's 1-d arrays share. Raises StepExists
+        unless `overwrite`; UnsupportedState or LayoutMismatch for a state that cannot be saved; SaveFailed when nothing
+        was committed, here or by the save before this one.
         """
         began = time.monotonic()
         self.wait_until_finished()
+        taken, nbytes = self._stage(_check_step(step), state, {"meta": meta or {}, "metrics": metrics or {}}, overwrite)
         request = commit.Request(
-            self.root, _check_step(step), self._launch_id, overwrite, meta or {}, index or {}, self.wall_clock_seconds
+            root=self.root,
+            step=step,
+            launch_id=self._launch_id,
+            nbytes=nbytes,
+            overwrite=overwrite,
+            meta=meta or {},
+            metrics=metrics or {},
+            index=index or {},
+            wall_clock_seconds=self.wall_clock_seconds,
         )
+        self._last_save = time.monotonic()
+        if not self._async_io:
+            self._commit(request, taken, began)
+        elif self._threads_may_communicate:
+            self._background.start(lambda: self._commit(request, taken, began))
+        else:
+            self._commit_later(request, taken, began)
+        self._cost = time.monotonic() - began
+        self._on_event({"event": "checkpoint", "step": step, "nbytes": nbytes, "stall_seconds": self._cost})
+
+    def _stage(self, step: int, state: State, about: dict[str, Any], overwrite: bool) -> tuple[snapshot.Snapshot, int]:
+        """**Collective.** This rank's snapshot, once all ranks' fit together, and the bytes of all."""
         taken: list[snapshot.Snapshot] = []
 
         def stage() -> snapshot.Description:
             self._check_writable()
-            _check_meta(request.meta)
+            _check_json(about)
             taken.append(snapshot.take(walk(state), self._decisions.rank, self._buffers))
             return taken[0].description
 
         def check(descriptions: list[snapshot.Description]) -> int:
-            snapshot.check_agreement(descriptions)
-            if steps.is_committed(request.directory) and not overwrite:
-                raise commit.step_exists(request)
-            return sum(description.nbytes for description in descriptions)
+            if steps.is_committed(names.step_dir(self.root, step)) and not overwrite:
+                raise commit.step_exists(self.root, step)
+            return snapshot.check_agreement(descriptions)
 
         nbytes = self._decisions.agree(stage, check)
-        self._last_save = time.monotonic()
-        if self._background:
-            self._background.start(lambda: self._commit(request, taken[0], nbytes, began))
-        else:
-            self._commit(request, taken[0], nbytes, began)
-        self._cost = time.monotonic() - began
-        self._on_event({"event": "checkpoint", "step": step, "nbytes": nbytes, "stall_seconds": self._cost})
+        return taken[0], nbytes
 
-    def _commit(self, request: commit.Request, taken: snapshot.Snapshot, nbytes: int, began: float) -> None:
-        """The protocol, and what may follow only after it; in the background when saving is asynchronous."""
+    def _commit(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
+        """**Collective.** The protocol, with room made before it, and what may follow only after it."""
+        self._rotation.make_room(self._commits)
         commit.commit(self._commits, request, taken)
-        seconds = time.monotonic() - began
-        self._on_event({"event": "commit", "step": request.step, "nbytes": nbytes, "commit_seconds": seconds})
-        if self._held is not None and request.step > self._held:
-            self._held = None
-        for step in self._commits.share(self._prune):
-            self._on_event({"event": "prune", "step": step})
+        self._committed(request, began)
 
-    def _prune(self) -> list[int]:
-        """Rank 0: retention."""
-        committed = names.list_steps(self.root)
-        kept = frozenset(s for s in committed if s == self._held or steps.is_pinned(names.step_dir(self.root, s)))
-        doomed = retention.choose(committed, keep=self._keep, kept=kept)
-        return retention.prune(self.root, doomed)
+    def _commit_later(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
+        """**Collective.** The same where MPI allows one thread only: this rank's file is written in the background,
+        all that needs messages waits for the next call of the application."""
+        self._rotation.make_room(self._commits)
+        place = commit.prepare(self._commits, request)
+
+        def conclude(written: Callable[[], ShardRecord]) -> None:
+            commit.finish(self._commits, request, taken, place, written)
+            self._committed(request, began)
+
+        self._background.start(lambda: commit.write(request, taken, place), then=conclude)
+
+    def _committed(self, request: commit.Request, began: float) -> None:
+        """**Collective.** The step is durable: say so, and let go of what it replaces."""
+        seconds = time.monotonic() - began
+        self._on_event({"event": "commit", "step": request.step, "nbytes": request.nbytes, "commit_seconds": seconds})
+        if self._rotation.held is not None and request.step > self._rotation.held:
+            self._rotation.held = None
+        self._rotation.after_commit(self._commits)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +232,7 @@ class Checkpointer:
         manifest = opened.manifest
         if self._decisions.rank == 0:
             restore.warn_of_differences(manifest)
-        self._held = manifest.step
+        self._rotation.held = manifest.step
         self._seconds_before, self._began = manifest.wall_clock_seconds, time.monotonic()
         self._on_event({"event": "restore", "step": manifest.step, "restore_seconds": time.monotonic() - began})
         return Found(manifest.step, manifest.meta, manifest)
@@ -235,15 +269,11 @@ class Checkpointer:
 
     @property
     def _in_flight(self) -> bool:
-        return self._background is not None and self._background.busy
-
-    def _finished(self) -> bool:
-        return self._background is None or self._background.finished()
+        return self._background.busy
 
     def wait_until_finished(self) -> None:
-        """**Local.** Wait for the save in flight. Raises its error, once; every rank has the same one."""
-        if self._background:
-            self._background.collect()
+        """**Collective.** Wait for the save in flight. Raises its error, once; every rank has the same one."""
+        self._background.collect()
 
     def close(self) -> None:
         """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error."""
@@ -264,7 +294,7 @@ class Checkpointer:
             self.close()
             return
         # The other ranks may be anywhere, so nothing collective may start: give the writer a moment, and go.
-        if self._background and not self._background.wait(_EXIT_PATIENCE):
+        if not self._background.wait(_EXIT_PATIENCE):
             logger.warning("leaving with a save in flight; it may not commit")
         self._release_lock()
 
@@ -293,21 +323,15 @@ def _check_step(step: int) -> int:
     return step
 
 
-def _check_keep(keep: int | None) -> int | None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep: found {keep!r}, expected an int of 1 or more, or None for all")
-    return keep
-
-
-def _check_meta(meta: dict[str, Any]) -> None:
+def _check_json(about: dict[str, Any]) -> None:
     try:
-        same = json.loads(json.dumps(meta, allow_nan=False)) == meta
+        same = json.loads(json.dumps(about, allow_nan=False)) == about
     except (TypeError, ValueError) as error:
-        raise UnsupportedState(f"`meta` is not plain JSON: {error}", found=repr(meta)[:200]) from error
+        raise UnsupportedState(f"`meta` or `metrics` is not plain JSON: {error}", found=repr(about)[:200]) from error
     if not same:
         raise UnsupportedState(
-            "`meta` would not come back from JSON as it is",
-            found=repr(meta)[:200],
+            "`meta` or `metrics` would not come back from JSON as it is",
+            found=repr(about)[:200],
             expected="dicts with str keys, lists, str, int, float, bool and None",
             action="Put other types into the state, which keeps them.",
         )

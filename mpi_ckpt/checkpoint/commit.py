@@ -14,6 +14,8 @@ shards; what cannot be undone for certain is left alone and reported as such.
 from __future__ import annotations
 
 import logging
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,9 +43,11 @@ class Request:
     root: Path
     step: int
     launch_id: str  # the one that holds the writer's lock
+    nbytes: int  # of all ranks' arrays
     overwrite: bool = False
     meta: dict[str, Any] = field(default_factory=dict)
     index: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     wall_clock_seconds: float = 0.0
 
     @property
@@ -51,52 +55,86 @@ class Request:
         return names.step_dir(self.root, self.step)
 
 
-def commit(council: Council, request: Request, snapshot: Snapshot) -> Path:
-    """**Collective.** Save every rank's snapshot as one step and return the step's directory.
+@dataclass(frozen=True)
+class Place:
+    """Where this rank's file of a save goes, as agreed."""
+
+    path: Path
+    attributes: ShardAttributes
+    replaces: bool  # files of an older save of the same step lie beside it
+
+
+def commit(council: Council, request: Request, snapshot: Snapshot) -> None:
+    """**Collective.** Save every rank's snapshot as one step: the whole protocol.
 
     Raises SaveFailed on every rank when any rank failed; no step is visible then, and no file of this save is left.
     """
+    place = prepare(council, request)
+    finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
+
+
+def prepare(council: Council, request: Request) -> Place:
+    """**Collective.** Agree on a place for the step; every earlier leftover is gone then."""
     save_id, suffix = council.share(lambda: _prepare(request), otherwise=SaveFailed)
     path = request.directory / names.shard_name(council.rank, suffix)
-    attributes = ShardAttributes(save_id, council.rank, council.size, request.step)
+    return Place(path, ShardAttributes(save_id, council.rank, council.size, request.step), suffix is not None)
+
+
+def write(request: Request, snapshot: Snapshot, place: Place) -> ShardRecord:
+    """**Local.** This rank's own file, complete and durable under its final name."""
+    temporary = names.tmp(place.path)
+    record = write_shard(temporary, snapshot.blocks, snapshot.values, place.attributes)
+    lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
+    atomic.publish(temporary, place.path)
+    return record
+
+
+def finish(
+    council: Council, request: Request, snapshot: Snapshot, place: Place, written: Callable[[], ShardRecord]
+) -> None:
+    """**Collective.** Vote and commit: `written` gives this rank's record, or raises what went wrong."""
     try:
         council.agree(
-            work=lambda: _write(path, snapshot, attributes, request),
-            decide=lambda records: _publish(request, save_id, snapshot, records),
+            work=written,
+            decide=lambda records: _publish(request, place.attributes.save_id, snapshot, records),
             otherwise=SaveFailed,
             extra_time=snapshot.description.nbytes / _SLOW_DISK,
         )
     except OutcomeUnknown:
         raise
     except RankSilent as error:
-        raise OutcomeUnknown(f"outcome unknown: {error.what}", path=path, rank=error.rank, action=_LOOK) from error
+        message = f"outcome unknown: {error.what}"
+        raise OutcomeUnknown(message, path=place.path, rank=error.rank, action=_LOOK) from error
     except CheckpointError:
-        _withdraw(path)
+        _withdraw(place.path)
         raise
-    if council.rank == 0 and suffix is not None:
+    if council.rank == 0 and place.replaces:
         _remove_unlisted(request.directory)
-    return request.directory
 
 
 def _prepare(request: Request) -> tuple[str, str | None]:
     """Rank 0: a directory to write into, the save id, and the id again if file names have to carry it."""
     lock.check_owner(request.root, request.launch_id)
     if steps.is_committed(request.directory) and not request.overwrite:
-        raise step_exists(request)
+        raise step_exists(request.root, request.step)
     steps.clean(request.root)
+    _check_room(request)
     atomic.make_dir(request.directory)
     save_id = names.new_save_id()
     # Files are written once and never changed: beside an older set of shards the new ones take names of their own.
     return save_id, save_id if names.own_files(request.directory) else None
 
 
-def _write(path: Path, snapshot: Snapshot, attributes: ShardAttributes, request: Request) -> ShardRecord:
-    """Every rank: its own file, complete and durable under its final name."""
-    temporary = names.tmp(path)
-    record = write_shard(temporary, snapshot.blocks, snapshot.values, attributes)
-    lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
-    atomic.publish(temporary, path)
-    return record
+def _check_room(request: Request) -> None:
+    free = shutil.disk_usage(request.root).free
+    if free < request.nbytes:
+        raise SaveFailed(
+            f"not enough room on the disk to save step {request.step}",
+            path=request.root,
+            found=f"{free} bytes free",
+            expected=f"at least {request.nbytes} bytes",
+            action="Free some space, or keep fewer steps.",
+        )
 
 
 def _publish(request: Request, save_id: str, snapshot: Snapshot, records: list[ShardRecord]) -> None:
@@ -157,17 +195,18 @@ def _manifest(
         arrays=arrays,
         index=request.index,
         meta=request.meta,
+        metrics=request.metrics,
         environment=environment(),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         wall_clock_seconds=request.wall_clock_seconds,
     )
 
 
-def step_exists(request: Request) -> StepExists:
+def step_exists(root: Path, step: int) -> StepExists:
     """The error for saving a committed step again without being asked to."""
     return StepExists(
-        f"step {request.step} is committed already",
-        path=request.directory,
+        f"step {step} is committed already",
+        path=names.step_dir(root, step),
         expected="a step that does not exist",
         action="Save another step, or pass overwrite=True after a rollback.",
     )

@@ -1,9 +1,11 @@
-"""Which committed steps have to go: decided by a pure function, done by a thin one."""
+"""Which committed steps have to go: decided by a pure function, done by thin ones."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpi_ckpt.checkpoint import steps as step_directories
@@ -12,15 +14,63 @@ from mpi_ckpt.storage import names
 logger = logging.getLogger(__name__)
 
 
-def choose(steps: Sequence[int], *, keep: int | None, kept: frozenset[int] = frozenset()) -> list[int]:
-    """The steps to delete, oldest first, so that the newest `keep` of the rotating ones stay.
+@dataclass(frozen=True)
+class Policy:
+    """What stays: the newest `keep` rotating steps (None: all), and beside them some that do not rotate.
 
-    `kept` are steps that do not rotate: pinned, or held because the run was restored from them. None keeps everything.
+    `keep_every` keeps every step that it divides; `best_metric` the `keep_best` steps whose metric of that name is
+    smallest ('min') or largest ('max').
     """
-    if keep is None:
+
+    keep: int | None = 3
+    keep_every: int | None = None
+    best_metric: str | None = None
+    best_mode: str = "min"
+    keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, optional in (
+            ("keep", self.keep, True),
+            ("keep_every", self.keep_every, True),
+            ("keep_best", self.keep_best, False),
+        ):
+            good = (value is None and optional) or (type(value) is int and value >= 1)
+            if not good:
+                raise ValueError(f"{name}: found {value!r}, expected an int of 1 or more{', or None' * optional}")
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode: found {self.best_mode!r}, expected 'min' or 'max'")
+
+
+def choose(
+    steps: Sequence[int],
+    policy: Policy,
+    *,
+    held: frozenset[int] = frozenset(),
+    metrics: Mapping[int, Mapping[str, float]] | None = None,
+    incoming: int = 0,
+) -> list[int]:
+    """The steps to delete, oldest first.
+
+    `held` are steps that must not go: pinned, or the one restored from. `metrics` are those saved with each step.
+    `incoming` is the number of saves that are about to come: as many fewer of the present steps stay. Never all of
+    them go: a single kept step is replaced only once its successor is there.
+    """
+    if policy.keep is None or policy.keep <= incoming:
         return []
-    rotating = sorted(set(steps) - kept)
-    return rotating[: max(0, len(rotating) - keep)]
+    lasting = set(held) | set(_best(steps, policy, metrics or {}))
+    if policy.keep_every is not None:
+        lasting |= {step for step in steps if step % policy.keep_every == 0}
+    rotating = sorted(set(steps) - lasting)
+    return rotating[: max(0, len(rotating) - (policy.keep - incoming))]
+
+
+def _best(steps: Sequence[int], policy: Policy, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    if policy.best_metric is None:
+        return []
+    sign = 1 if policy.best_mode == "min" else -1
+    scores = {step: sign * metrics.get(step, {}).get(policy.best_metric, math.nan) for step in steps}
+    ranked = sorted((score, -step) for step, score in scores.items() if not math.isnan(score))
+    return [-newest for _, newest in ranked[: policy.keep_best]]
 
 
 def prune(root: Path, doomed: Sequence[int]) -> list[int]:

@@ -49,15 +49,16 @@ def save_sharded(
 
     try:
         launch_id = council.share(take_lock)
-        request = commit.Request(root, step, launch_id, overwrite, meta or {}, index or {})
         taken: list[snapshot.Snapshot] = []
 
         def stage() -> snapshot.Description:
             taken.append(snapshot.take(walk(state), council.rank))
             return taken[0].description
 
-        council.agree(stage, snapshot.check_agreement)
-        return commit.commit(council, request, taken[0])
+        nbytes = council.agree(stage, snapshot.check_agreement)
+        request = commit.Request(root, step, launch_id, nbytes, overwrite, meta or {}, index or {})
+        commit.commit(council, request, taken[0])
+        return request.directory
     finally:
         for lock in held:
             lock.release()

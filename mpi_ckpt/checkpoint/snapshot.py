@@ -110,8 +110,8 @@ def describe(leaves: Leaves, replicated: dict[str, Any]) -> Description:
     )
 
 
-def check_agreement(descriptions: list[Description]) -> None:
-    """**Local.** Raise LayoutMismatch unless the ranks' states are parts of one global state.
+def check_agreement(descriptions: list[Description]) -> int:
+    """**Local.** The bytes of all ranks' arrays. Raises LayoutMismatch unless they are parts of one global state.
 
     The same keys of the same kinds everywhere, the same dtype and global shape of every array, equal replicated values,
     and blocks that tile every sharded array.
@@ -124,6 +124,7 @@ def check_agreement(descriptions: list[Description]) -> None:
     for key, array in first.arrays.items():
         if not array.replicated:
             check_tiling(key, array.shape, [block for d in descriptions for block in d.blocks[key]])
+    return sum(description.nbytes for description in descriptions)
 
 
 def _check_same(rank: int, what: str, mine: dict[str, Any], others: dict[str, Any]) -> None:

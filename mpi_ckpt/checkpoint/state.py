@@ -46,7 +46,7 @@ class PerRank:
 
 @dataclass
 class Leaves:
-    """A state, walked. `values` remembers the dict that holds each leaf and its name there, so that it can be replaced."""
+    """A state, walked. `values` has the dict that holds each leaf and its name there, so that it can be replaced."""
 
     shards: dict[str, list[Shard]] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
@@ -109,17 +109,29 @@ def walk(state: State) -> Leaves:
 def _walk(tree: State, prefix: str) -> Iterator[tuple[str, State, str, Any]]:
     for name, leaf in tree.items():
         key = f"{prefix}{name}"
-        if type(name) is not str or not name or "/" in name or "\0" in name or name in (".", ".."):
+        if type(name) is not str or not name or "/" in name or not name.isprintable() or name in (".", ".."):
             raise UnsupportedState(
                 "a key of the state cannot name a dataset",
                 found=repr(name) + (f" below {prefix.rstrip('/')!r}" if prefix else ""),
-                expected="a non-empty str without '/' or NUL, and neither '.' nor '..'",
+                expected="a non-empty, printable str without '/', neither '.' nor '..'",
                 action="Rename the key.",
             )
-        if isinstance(leaf, dict) and _holds_more_than_values(leaf):
+        if isinstance(leaf, dict) and _is_tree(key, leaf):
             yield from _walk(leaf, key + "/")
         else:
             yield key, tree, name, leaf
+
+
+def _is_tree(key: str, leaf: dict[Any, Any]) -> bool:
+    try:
+        return _holds_more_than_values(leaf)
+    except RecursionError:
+        raise UnsupportedState(
+            f"the dict at {key!r} is nested too deeply",
+            found="a dict that holds itself, or hundreds of levels",
+            expected="a tree of dicts",
+            action="Break the cycle.",
+        ) from None
 
 
 def _holds_more_than_values(tree: dict[Any, Any]) -> bool:

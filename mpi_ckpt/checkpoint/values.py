@@ -1,9 +1,9 @@
 """Plain Python values as strict JSON bytes that bring back the same types and the same bits.
 
 JSON's own types stay themselves. Everything else is a tagged object `{"$": kind, "v": ...}`: ints that a double cannot
-hold, NaN and infinities, bytes, tuples, dicts that are not plain JSON objects, NumPy scalars and arrays, and the states
-of random generators. What is not listed here is refused when it is saved: a value that came back as something else
-would be noticed weeks later.
+hold, NaN and infinities, text that is no UTF-8, bytes, tuples, dicts that are not plain JSON objects, NumPy scalars and
+arrays, and the states of random generators. What is not listed here is refused when it is saved: a value that came back
+as something else would be noticed weeks later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import base64
 import json
 import math
 import random
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +22,53 @@ import numpy as np
 from mpi_ckpt.errors import LayoutMismatch, UnsupportedState
 
 _EXACT_IN_DOUBLE = 2**53  # other readers of JSON hold numbers as doubles
+_MAX_DEPTH = 100  # a restore, perhaps from deep in its program's stack, must be able to follow
 
 Generator = (np.random.Generator, np.random.RandomState, random.Random)  # the kinds whose state can be saved
 
 
 def encode(key: str, value: Any) -> Any:
-    """**Local.** The JSON-ready form of `value`. Raises UnsupportedState naming `key` and the type."""
+    """**Local.** The JSON-ready form of a plain value or a generator. Raises UnsupportedState naming `key` and type."""
+    if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):  # that one has no state
+        value = SavedGenerator.of(value)
+    _check_depth(key, value)
+    return _encode(key, value)
+
+
+def _encode(key: str, value: Any) -> Any:
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(key, value)
-    if isinstance(value, Generator):
-        return encode(key, SavedGenerator.of(value))
     if isinstance(value, np.generic):
         return _encode_array(key, np.asarray(value), "scalar")
     raise UnsupportedState(
         f"the value at {key!r} cannot be saved exactly",
         found=f"{type(value).__module__}.{type(value).__qualname__}",
-        expected="None, bool, int, float, complex, str, bytes, list, tuple, dict, set, a NumPy scalar, array or "
-        "generator, or random.Random; exactly these types, at any depth",
-        action="Convert it before saving, or leave it out of the state.",
+        expected="None, bool, int, float, complex, str, bytes, list, tuple, dict, set, a NumPy scalar or array: "
+        "exactly these types, at any depth",
+        action="Convert it before saving, or leave it out of the state. Give a generator its own key in a dict.",
     )
+
+
+def _check_depth(key: str, value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = (item for outer in level for item in _contents(outer) if type(item) in _CONTAINERS)
+        level = list({id(item): item for item in inner}.values())  # once each: a knot would double them at every level
+        if not level:
+            return
+    raise UnsupportedState(
+        f"the value at {key!r} is nested too deeply",
+        found=f"more than {_MAX_DEPTH} levels, or a container that holds itself",
+        expected=f"at most {_MAX_DEPTH} levels",
+        action="Flatten it, or break the cycle.",
+    )
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    if type(value) is dict:
+        return (*value, *value.values())
+    return value if type(value) in _CONTAINERS else ()
 
 
 def decode(value: Any) -> Any:
@@ -121,7 +149,7 @@ class SavedGenerator:
 
 
 def _encode_generator(key: str, value: SavedGenerator) -> Any:
-    return _tagged("generator", [value.kind, value.algorithm, encode(key, value.state)])
+    return _tagged("generator", [value.kind, value.algorithm, _encode(key, value.state)])
 
 
 # -- one encoder a type ----------------------------------------------------------------------------------------------
@@ -136,22 +164,40 @@ def _encode_int(key: str, value: int) -> Any:
 
 
 def _encode_float(key: str, value: float) -> Any:
-    return value if math.isfinite(value) else _tagged("float", repr(value))
+    if math.isfinite(value):
+        return value
+    return _tagged("float", repr(value) if math.isinf(value) else struct.pack(">d", value).hex())  # NaNs differ
+
+
+def _decode_float(value: str) -> float:
+    return struct.unpack(">d", bytes.fromhex(value))[0] if len(value) == 16 else float(value)
+
+
+def _is_utf8(text: str) -> bool:
+    """False for lone surrogates, of which JSON would make a pair where two of them meet."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _encode_str(key: str, value: str) -> Any:
+    return value if _is_utf8(value) else _tagged("str", base64.b64encode(value.encode(errors="surrogatepass")).decode())
 
 
 def _encode_dict(key: str, value: dict[Any, Any]) -> Any:
-    if all(type(name) is str and name != "$" for name in value):
-        return {name: encode(f"{key}/{name}", item) for name, item in value.items()}
-    return _tagged("dict", [[encode(key, name), encode(key, item)] for name, item in value.items()])
+    if all(type(name) is str and name != "$" and _is_utf8(name) for name in value):
+        return {name: _encode(f"{key}/{name}", item) for name, item in value.items()}
+    return _tagged("dict", [[_encode(key, name), _encode(key, item)] for name, item in value.items()])
 
 
 def _encode_set(kind: str) -> Callable[[str, Any], Any]:
     # The order of a set differs from process to process: sort by the encoded text, so that equal sets give equal bytes.
-    return lambda key, value: _tagged(kind, sorted((encode(key, item) for item in value), key=json.dumps))
+    return lambda key, value: _tagged(kind, sorted((_encode(key, item) for item in value), key=json.dumps))
 
 
 def _encode_array(key: str, array: np.ndarray, kind: str = "array") -> Any:
-    if array.dtype.kind not in "biufc" or array.dtype.itemsize > 16 or array.dtype == np.dtype(np.longdouble):
+    if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         raise UnsupportedState(
             f"the array at {key!r} has a dtype that cannot be saved exactly",
             found=array.dtype,
@@ -170,14 +216,14 @@ def _decode_array(value: dict[str, Any]) -> np.ndarray:
 _ENCODERS: dict[type, Callable[[str, Any], Any]] = {
     type(None): lambda key, value: value,
     bool: lambda key, value: value,
-    str: lambda key, value: value,
+    str: _encode_str,
     int: _encode_int,
     float: _encode_float,
     complex: lambda key, value: _tagged("complex", [_encode_float(key, value.real), _encode_float(key, value.imag)]),
     bytes: lambda key, value: _tagged("bytes", base64.b64encode(value).decode()),
     bytearray: lambda key, value: _tagged("bytearray", base64.b64encode(value).decode()),
-    list: lambda key, value: [encode(key, item) for item in value],
-    tuple: lambda key, value: _tagged("tuple", [encode(key, item) for item in value]),
+    list: lambda key, value: [_encode(key, item) for item in value],
+    tuple: lambda key, value: _tagged("tuple", [_encode(key, item) for item in value]),
     dict: _encode_dict,
     set: _encode_set("set"),
     frozenset: _encode_set("frozenset"),
@@ -185,9 +231,12 @@ _ENCODERS: dict[type, Callable[[str, Any], Any]] = {
     SavedGenerator: _encode_generator,
 }
 
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
-    "float": float,
+    "float": _decode_float,
+    "str": lambda v: base64.b64decode(v, validate=True).decode(errors="surrogatepass"),
     "complex": lambda v: complex(decode(v[0]), decode(v[1])),
     "bytes": lambda v: base64.b64decode(v, validate=True),
     "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),

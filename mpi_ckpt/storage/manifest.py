@@ -53,6 +53,7 @@ class ShardManifest:
     shards: tuple[ShardRecord, ...]
     index: dict[str, IndexRecord] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     created: str = ""
     wall_clock_seconds: float = 0.0
@@ -83,6 +84,7 @@ def build_manifest(
     environment: dict[str, Any],
     created: str,
     wall_clock_seconds: float,
+    metrics: dict[str, float] | None = None,
 ) -> ShardManifest:
     """**Local.** The manifest of the ranks' `records`; `index` maps names to (first element, shape).
 
@@ -108,6 +110,7 @@ def build_manifest(
         shards=tuple(shards),
         index=entries,
         meta=meta,
+        metrics=metrics or {},
         environment=environment,
         created=created,
         wall_clock_seconds=wall_clock_seconds,
@@ -167,6 +170,7 @@ def _document(manifest: ShardManifest) -> dict[str, Any]:
         "created": manifest.created,
         "environment": manifest.environment,
         "meta": manifest.meta,
+        "metrics": manifest.metrics,
         "arrays": {key: _array(array) for key, array in manifest.arrays.items()},
         "index": {name: entry._asdict() for name, entry in manifest.index.items()},
     }

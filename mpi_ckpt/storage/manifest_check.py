@@ -116,6 +116,7 @@ _FIELDS = {
     "created": string,
     "environment": mapping,
     "meta": mapping,
+    "metrics": mapping,
     "arrays": dict_of(_ARRAY),
     "index": dict_of(_INDEX),
     "shards": list_of(_shard),
