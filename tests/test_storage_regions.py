@@ -47,7 +47,7 @@ def blank(block: Block, dtype: np.dtype, look: str) -> np.ndarray:
     """An array of the block's shape, filled with a pattern, in one of several memory layouts."""
     out = np.zeros(block.shape, dtype.newbyteorder(">") if look == "swapped" else dtype)
     if look == "fortran":
-        out = np.asfortranarray(out)
+        out = np.array(out, order="F")
     if look == "strided" and out.ndim:
         out = np.repeat(out, 2, axis=-1)[..., ::2]
     out[...] = 1

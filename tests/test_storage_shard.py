@@ -28,7 +28,7 @@ def arrays(draw):
     array = bits(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
     look = draw(st.sampled_from(["plain", "fortran", "strided", "reversed", "swapped", "read-only"]))
     if look == "fortran":
-        array = np.asfortranarray(array)
+        array = np.array(array, order="F")
     elif look == "strided" and array.ndim:
         array = np.repeat(array, 3, axis=-1)[..., ::3]
     elif look == "reversed" and array.ndim:

@@ -68,7 +68,7 @@ class Council:
 
         `results` is in rank order. Results and outcome must be small and picklable. When `work` raises on any rank, or
         `decide` on rank 0, every rank raises the same error: the one of the lowest rank that failed, with the others'
-        ranks in its text. Exceptions that are no ExplainedError (OSError, say) become `otherwise`. A rank that is silent
+        ranks in its text. Exceptions that are no ExplainedError (OSError, say) become `otherwise`. A rank silent
         for `timeout + extra_time` seconds after rank 0 is done with its own part fails the agreement too, by name.
         RankSilent means that nobody knows what rank 0 decided: it does not answer, or was interrupted in `decide`.
         """

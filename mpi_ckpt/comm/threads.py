@@ -13,5 +13,5 @@ def threads_may_communicate() -> bool:
 
     granted = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     if not granted:
-        logger.warning("this MPI does not grant MPI_THREAD_MULTIPLE: saves are synchronous")
+        logger.warning("this MPI does not grant MPI_THREAD_MULTIPLE: an asynchronous save commits at the next call")
     return granted
