@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,10 @@ class Block:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def within(self, outer: Block) -> tuple[slice, ...]:
-        """The slices that cut this block out of an array that holds `outer`."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
+    def within(self, outer: Block) -> tuple[Any, ...]:
+        """The index that cuts this block, as a view, out of an array that holds `outer`."""
+        slices = (slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
+        return (..., *slices)  # the dots: without them a 0-d array would give a copy
 
 
 class Shard:

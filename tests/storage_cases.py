@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +21,7 @@ from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest
 from mpi_ckpt.storage.records import ITEMSIZE, ShardRecord
 from mpi_ckpt.storage.shard_file import BlockToWrite, ShardAttributes, write_shard
+from tests.launch import ROOT
 
 SAVE_ID = "0123456789abcdef"
 DTYPES = sorted(ITEMSIZE)
@@ -125,3 +129,34 @@ def mounted(directory: Path, kind: str, options: str) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", str(directory)], check=True)
+
+
+def strace_works() -> bool:
+    if shutil.which("strace") is None:
+        return False
+    return subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
+
+
+needs_strace = pytest.mark.skipif(not strace_works(), reason="strace is not here or not permitted")
+
+
+def under_strace(tmp_path: Path, code: str, *options: str) -> tuple[str, list[str]]:
+    """Run code with `atomic` imported; what it printed, and its calls on paths below `tmp_path`."""
+    log = tmp_path.parent / f"{tmp_path.name}.strace"
+    program = f"from pathlib import Path\nfrom mpi_ckpt.storage import atomic\nhere = Path({str(tmp_path)!r})\n{code}"
+    traced = "--trace=fsync,ftruncate,pwrite64,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,write,close"
+    command = ["strace", "-f", "-y", "-o", str(log), traced, *options, sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
+    return run.stdout + run.stderr, calls
+
+
+def operations(calls: list[str], root: Path) -> list[str]:
+    """'fsync a.tmp', 'rename a.tmp a', ... with names relative to `root` ('.' for itself)."""
+    found = []
+    for call in calls:
+        name = re.match(r"\w+", call)[0].removesuffix("at2").removesuffix("at")
+        paths = re.findall(re.escape(str(root)) + r"(/[\w./]*)?", call)
+        if name not in ("write", "pwrite64"):
+            found.append(" ".join([name, *(path.lstrip("/") or "." for path in paths)]))
+    return found

@@ -51,15 +51,15 @@ class Crashes:
         lines = (directory / f"{scenario}.ops" / str(rank)).read_text().splitlines()
         return [line[7:] for line in lines if line.startswith("before ") and line.split()[1] in DURABLE]
 
-    def entry(self, root: Path, scenario: str, newest: Iterable[str], *, same_first: bool) -> dict:
-        """What a restart in `root` has to find; `newest` is "old", "new" or both."""
+    def entry(self, root: Path, scenario: str, newest: Iterable[str], then: Iterable[str]) -> dict:
+        """What a restart in `root` has to find; `newest` is of "old" and "new", `then` of "same" and "next"."""
         outcomes = {"old": (BEFORE[scenario] or [None])[-1], "new": SAVES[scenario]}
         return {
             "root": str(root),
             "save": SAVES[scenario],
             "before": BEFORE[scenario],
             "newest": [outcomes[name] for name in newest],
-            "same_first": same_first,
+            "then": list(then),
         }
 
     def restart(self, entries: list[dict]) -> None:
@@ -76,10 +76,17 @@ def committed(directory: Path, scenario: str) -> list[str]:
     return ["old", "new"] if began else ["old"]
 
 
-@pytest.fixture(scope="module", params=[3])
-def crashes(request, tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("crash"))
-    yield Crashes(launcher, request.param)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("two"))
+    yield Crashes(launcher, 2)
+    launcher.end_all()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("three"))
+    yield Crashes(launcher, 3)
     launcher.end_all()
 
 
@@ -96,9 +103,8 @@ def sweep(crashes: Crashes, scenario: str, mode: list[str], rank: int, stride: i
         directory = crashes.directory(f"{label}-{when}-{number}", scenario)
         outcome = crashes.run(directory, scenario, *mode, "--kill", str(rank), when, str(number))
         assert outcome.status != 0, f"{directory.name} was not killed"
-        return crashes.entry(
-            directory / scenario, scenario, committed(directory, scenario), same_first=number // stride % 2 == 0
-        )
+        then = ("same", "next") if number // stride % 2 else ("next", "same")
+        return crashes.entry(directory / scenario, scenario, committed(directory, scenario), then)
 
     with ThreadPoolExecutor(2) as two:
         return list(two.map(kill, points))
@@ -106,5 +112,27 @@ def sweep(crashes: Crashes, scenario: str, mode: list[str], rank: int, stride: i
 
 @pytest.mark.parametrize("mode", [[], ["--sync"]], ids=["async", "sync"])
 @pytest.mark.parametrize("scenario", SAVES)
-def test_rank_0_killed_at_any_operation_leaves_the_old_or_the_new_step(crashes, scenario, mode):
-    crashes.restart(sweep(crashes, scenario, mode, 0, stride=4 if is_open_mpi() else 1))
+def test_rank_0_killed_at_any_operation_leaves_the_old_or_the_new_step(two, scenario, mode):
+    two.restart(sweep(two, scenario, mode, 0, stride=4 if is_open_mpi() else 1 if mode else 2))
+
+
+@pytest.mark.parametrize(("rank", "scenario"), [(1, "first"), (1, "overwrite"), (2, "rotation"), (2, "overwrite")])
+def test_any_rank_killed_at_any_operation_leaves_the_old_or_the_new_step(three, rank, scenario):
+    three.restart(sweep(three, scenario, [], rank, stride=3 if is_open_mpi() else 1))
+
+
+@pytest.mark.parametrize("scenario", SAVES)
+def test_all_killed_after_any_change_or_without_power_leave_the_old_or_the_new_step(three, scenario):
+    directory = three.directory(f"{scenario}-images", scenario)
+    three.run(directory, scenario, "--images").check()
+    images = directory / f"{scenario}.images"
+    entries, renamed, durable = [], False, False
+    for name in sorted(path.name for path in images.iterdir() if not path.name.startswith(".")):
+        durable |= renamed and name.endswith(f"-0-fsync-step_{SAVES[scenario][0]:08d}.power")
+        renamed |= name.endswith("-rename-manifest.json")
+        new = durable or name == "end.power" if name.endswith(".power") else renamed
+        then = ("same", "next")[len(entries) % 2]
+        entries.append(three.entry(images / name, scenario, ["new" if new else "old"], [then]))
+    assert entries[-1]["root"].endswith("end.power")
+    assert durable
+    three.restart(entries)

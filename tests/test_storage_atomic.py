@@ -5,47 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from mpi_ckpt.storage import atomic
-from tests.launch import ROOT
-from tests.storage_cases import mounted
-
-
-def strace_works() -> bool:
-    if shutil.which("strace") is None:
-        return False
-    return subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
-
-
-needs_strace = pytest.mark.skipif(not strace_works(), reason="strace is not here or not permitted")
-
-
-def under_strace(tmp_path: Path, code: str, *options: str) -> tuple[str, list[str]]:
-    """Run code with `atomic` imported; what it printed, and its calls on paths below `tmp_path`."""
-    log = tmp_path.parent / f"{tmp_path.name}.strace"
-    program = f"from pathlib import Path\nfrom mpi_ckpt.storage import atomic\nhere = Path({str(tmp_path)!r})\n{code}"
-    traced = "--trace=fsync,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,write,close"
-    command = ["strace", "-f", "-y", "-o", str(log), traced, *options, sys.executable, "-c", program]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
-    return run.stdout + run.stderr, calls
-
-
-def operations(calls: list[str], root: Path) -> list[str]:
-    """'fsync a.tmp', 'rename a.tmp a', ... with names relative to `root` ('.' for itself)."""
-    found = []
-    for call in calls:
-        name = re.match(r"\w+", call)[0].removesuffix("at2").removesuffix("at")
-        paths = re.findall(re.escape(str(root)) + r"(/[\w./]*)?", call)
-        if name != "write":
-            found.append(" ".join([name, *(path.lstrip("/") or "." for path in paths)]))
-    return found
+from tests.storage_cases import mounted, needs_strace, operations, under_strace
 
 
 @needs_strace

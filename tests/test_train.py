@@ -231,6 +231,22 @@ def test_resume_never_and_resume_step(reference, launch):
     assert arrays(run_dir, 20) == arrays(reference[0], 20)
 
 
+def test_a_run_goes_on_with_other_numbers_of_ranks(reference, launch):
+    run_dir = launch.cwd / "run"
+    launch.train(4, "--run-dir", "run", "--stop-at", "7").check()
+    launch.train(3, "--run-dir", "run", "--stop-at", "13", "--elastic").check()
+    launch.train(1, "--run-dir", "run", "--elastic").check()
+    mine, theirs = rows(run_dir), rows(reference[0])
+    assert list(mine) == list(theirs)
+    np.testing.assert_allclose([mine[s]["loss"] for s in mine], [theirs[s]["loss"] for s in mine], rtol=1e-4)
+
+
+def test_synchronous_and_asynchronous_saves_are_the_same(reference, launch):
+    launch.train(RANKS, "--run-dir", "run", "--no-async-io").check()
+    assert losses(launch.cwd / "run") == losses(reference[0])
+    assert arrays(launch.cwd / "run", 10) == arrays(reference[0], 10)
+
+
 def test_every_rank_continues_its_own_random_stream(launch):
     flags = "--token-noise", "0.2", "--steps", "6", "--ckpt-every", "3steps"
     launch.train(3, "--run-dir", "whole", *flags).check()

@@ -299,10 +299,11 @@ class Checkpointer:
         self._release_lock()
 
     def _take_lock(self) -> str:
-        """Rank 0: the directory and its lock."""
+        """Rank 0: the directory and its lock, and an end to what an overwrite that crashed left in it."""
         atomic.make_dir(self.root)
         launch_id = secrets.token_hex(8)
         self._lock = WriterLock(self.root, launch_id)
+        steps.clean_committed(self.root)
         return launch_id
 
     def _release_lock(self) -> None:

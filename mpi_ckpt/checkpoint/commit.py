@@ -27,7 +27,7 @@ from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
-from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, read_manifest, write_manifest
+from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardRecord, write_shard
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def finish(
         _withdraw(place.path)
         raise
     if council.rank == 0 and place.replaces:
-        _remove_unlisted(request.directory)
+        steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
 
 
 def _prepare(request: Request) -> tuple[str, str | None]:
@@ -174,15 +174,6 @@ def _withdraw(path: Path) -> None:
         atomic.remove(names.tmp(path), path, missing_ok=True)
     except OSError as error:
         logger.warning("cannot remove a file of a failed save, going on: %s", error)
-
-
-def _remove_unlisted(directory: Path) -> None:
-    """Rank 0: own files that the committed manifest does not list, which an overwrite has replaced."""
-    listed = {shard.path for shard in read_manifest(directory).shards} | {names.MANIFEST, names.PINNED}
-    try:
-        atomic.remove(*(path for path in names.own_files(directory) if path.name not in listed), missing_ok=True)
-    except OSError as error:
-        logger.warning("cannot remove files that step %s replaced, going on: %s", directory.name, error)
 
 
 def _manifest(

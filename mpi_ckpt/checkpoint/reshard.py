@@ -7,7 +7,6 @@ whole in its own file; any other decomposition finds pieces in several.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -42,8 +41,7 @@ def plan_reads(manifest: ShardManifest, leaves: Leaves) -> dict[int, list[Read]]
             for source in record.blocks.get(key, ()):
                 region = overlap(mine, source.block)
                 if region is not None:
-                    index: Any = (..., *region.within(mine))  # with the dots a view, of a 0-d array as well
-                    plan.setdefault(record.rank, []).append(Read(key, source, region, array[index]))
+                    plan.setdefault(record.rank, []).append(Read(key, source, region, array[region.within(mine)]))
     return plan
 
 

@@ -36,6 +36,8 @@ from mpi_ckpt.storage.shard_file import check_structure, read_blocks, read_shard
 
 logger = logging.getLogger(__name__)
 
+_ATTEMPTS = 100  # steps that may be damaged, or pruned while they are read, before a restore gives up
+
 Document = dict[str, Any]  # {"per_rank": {key: encoded}, "replicated": {key: encoded}}: the values in a shard
 
 
@@ -77,24 +79,54 @@ Template = Callable[[Opened], Leaves]
 def restore(council: Council, root: Path, template: Template, options: Options, *, set_aside: bool) -> Opened | None:
     """**Collective.** Fill the leaves that `template` gives for the opened step; None when there is no step at all.
 
-    With `on_damage="older"` a damaged step is logged and the next older one taken; with `set_aside` its manifest is
-    renamed, so that nothing counts it as a checkpoint again. Raises NoCheckpoint, WorldSizeMismatch, LayoutMismatch,
-    MissingShard, CorruptShard or InvalidManifest, the same on every rank.
+    With `on_damage="older"` and no step named, a damaged step is logged and the next older one taken; with `set_aside`
+    its manifest is renamed, so that nothing counts it as a checkpoint again. A step that a writer beside this reader
+    prunes or replaces meanwhile is no damage: the newest is chosen again. Raises NoCheckpoint, WorldSizeMismatch,
+    LayoutMismatch, MissingShard, CorruptShard or InvalidManifest, the same on every rank.
     """
     below: int | None = None
-    while True:
+    for _ in range(_ATTEMPTS):
         step = council.share(partial(_choose, root, options.step, below))
         if step is None:
             return None
+        directory = names.step_dir(root, step)
+        opened: Opened | None = None
         try:
-            return _restore_step(council, root, step, template, options)
+            opened = council.share(partial(_open, directory, council.size, options))
+            _fill(council, opened, template, options)
+            return opened
         except UnknownSchema:
             raise
-        except (MissingShard, CorruptShard, InvalidManifest) as error:
-            if options.on_damage == "raise":
+        except (MissingShard, CorruptShard, InvalidManifest, NoCheckpoint) as error:
+            if council.share(partial(_has_changed, directory, opened)):
+                if options.step is not None:
+                    raise _pruned(directory) from error
+                continue
+            if options.on_damage == "raise" or options.step is not None:
                 raise
             below = step
-            council.share(partial(_give_up, names.step_dir(root, step), error, set_aside))
+            council.share(partial(_give_up, directory, error, set_aside))
+    raise _pruned(root)
+
+
+def _has_changed(directory: Path, opened: Opened | None) -> bool:
+    """Rank 0: whether a writer has pruned or replaced the step since it was chosen, or opened."""
+    if not steps.is_committed(directory):
+        return True
+    try:
+        return opened is not None and read_manifest(directory).save_id != opened.manifest.save_id
+    except InvalidManifest:
+        return False
+
+
+def _pruned(path: Path) -> NoCheckpoint:
+    return NoCheckpoint(
+        "the step was pruned while it was being read",
+        path=path,
+        found="a writer that deletes or replaces steps faster than they can be read",
+        expected="a step that stays",
+        action="Restore the newest step, or pin this one (`python -m mpi_ckpt pin`).",
+    )
 
 
 def _choose(root: Path, step: int | None, below: int | None) -> int | None:
@@ -132,8 +164,8 @@ def _give_up(directory: Path, error: CheckpointError, set_aside: bool) -> None:
         steps.set_aside(directory)
 
 
-def _restore_step(council: Council, root: Path, step: int, template: Template, options: Options) -> Opened:
-    opened = council.share(lambda: _open(names.step_dir(root, step), council.size, options))
+def _fill(council: Council, opened: Opened, template: Template, options: Options) -> None:
+    """**Collective.** Check, read and set, in this order, each agreed on by all ranks."""
     rank = council.rank
 
     def check() -> tuple[Leaves, dict[int, list[reshard.Read]], dict[str, Any]]:
@@ -143,7 +175,6 @@ def _restore_step(council: Council, root: Path, step: int, template: Template, o
     leaves, plan, found = council.everywhere(check)
     council.everywhere(lambda: _read(opened, plan, rank, council.size, options))
     _set_values(leaves, found)
-    return opened
 
 
 def _open(directory: Path, size: int, options: Options) -> Opened:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpi_ckpt.checkpoint import commit, restore, snapshot, values
+from mpi_ckpt.checkpoint import commit, restore, snapshot, steps, values
 from mpi_ckpt.checkpoint.state import Leaves, PerRank, State, walk
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard, NoCheckpoint, WorldSizeMismatch
@@ -45,6 +45,7 @@ def save_sharded(
         atomic.make_dir(root)
         launch_id = secrets.token_hex(8)
         held.append(WriterLock(root, launch_id))
+        steps.clean_committed(root)
         return launch_id
 
     try:

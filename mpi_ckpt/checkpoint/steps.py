@@ -10,7 +10,9 @@ import errno
 import logging
 from pathlib import Path
 
+from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +67,27 @@ def clean(root: Path) -> None:
                 delete(directory)
         except OSError as error:
             logger.warning("cannot clean %s, going on: %s", directory, error)
+
+
+def clean_committed(root: Path) -> None:
+    """**Local.** Delete from committed steps what a crash in the middle of an overwrite left there.
+
+    Looks into every step, so it is for the beginning of a launch.
+    """
+    for step in names.list_steps(root):
+        directory = names.step_dir(root, step)
+        # A step that was never saved again has plain names only; its manifest, which may be long, need not be read.
+        if any("-" in path.name or path.name.endswith(names.TMP_SUFFIX) for path in names.own_files(directory)):
+            remove_unlisted(directory)
+
+
+def remove_unlisted(directory: Path) -> None:
+    """**Local.** Delete own files that the manifest of a committed step does not list, which an overwrite has replaced.
+
+    What cannot be deleted, or judged, is logged and left.
+    """
+    try:
+        listed = {shard.path for shard in read_manifest(directory).shards} | {names.MANIFEST, names.PINNED}
+        atomic.remove(*(path for path in names.own_files(directory) if path.name not in listed), missing_ok=True)
+    except (OSError, CheckpointError) as error:
+        logger.warning("cannot remove files that %s does not list, going on: %s", directory.name, error)

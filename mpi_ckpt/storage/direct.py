@@ -12,8 +12,9 @@ import fcntl
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,12 +54,7 @@ def write_all(fd: int, data: np.ndarray, offset: int) -> None:
     """Write all of `data` (uint8) at `offset`; a short write is continued."""
     rest = data.data
     while rest:
-        try:
-            n = os.pwrite(fd, rest, offset)
-        except OSError as error:
-            if not _falls_back(fd, error):
-                raise
-            continue
+        n = _transfer(os.pwrite, fd, rest, offset)
         rest, offset = rest[n:], offset + n
 
 
@@ -69,26 +65,25 @@ def read_into(fd: int, buffer: np.ndarray, offset: int, nbytes: int) -> int:
     """
     done = 0
     while done < nbytes:
-        try:
-            n = os.preadv(fd, [buffer[done : align_up(nbytes)].data], offset + done)
-        except OSError as error:
-            if not _falls_back(fd, error):
-                raise
-            continue
+        n = _transfer(os.preadv, fd, [buffer[done : align_up(nbytes)].data], offset + done)
         if n == 0:
             break
         done += n
     return min(done, nbytes)
 
 
-def _falls_back(fd: int, error: OSError) -> bool:
-    """Whether O_DIRECT may have been the reason, and is off now."""
+def _transfer(call: Callable[..., int], fd: int, data: Any, offset: int) -> int:
+    """Call, and once more without O_DIRECT if that may have been the reason for EINVAL."""
+    # Looked at before the call: several threads share the descriptor, and another one may switch it off meanwhile.
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if error.errno != errno.EINVAL or not flags & _O_DIRECT:
-        return False
+    try:
+        return call(fd, data, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not flags & _O_DIRECT:
+            raise
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
     _say_buffered()
-    return True
+    return call(fd, data, offset)
 
 
 @functools.cache

@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         default="raise",
         help="when the newest step is damaged: stop, or set it aside and take the one before (default raise)",
     )
+    run.add_argument("--elastic", action="store_true", help="resume a checkpoint of any number of ranks")
     save = parser.add_argument_group("checkpoints")
     save.add_argument(
         "--ckpt-every",
@@ -53,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         help="'10steps', '30s', '10min' or 'auto' (default 10steps); the last step is always saved",
     )
     save.add_argument("--keep", type=_positive, default=3, metavar="K", help="newest steps that stay (default 3)")
+    save.add_argument(
+        "--async-io",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write while training goes on (default), or wait for every checkpoint",
+    )
     model = parser.add_argument_group("model (settings)")
     model.add_argument("--n-layer", type=int, help="transformer blocks (default 2)")
     model.add_argument("--n-embd", type=int, help="width (default 32)")

@@ -63,6 +63,8 @@ class Options:
     stop_at: int | None = None
     discard_later: bool = False
     on_damage: str = "raise"
+    elastic: bool = False
+    async_io: bool = True
     ckpt_every: str | None = "10steps"
     keep: int | None = 3
     log_every: int | None = None

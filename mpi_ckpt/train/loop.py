@@ -41,7 +41,7 @@ def run(comm: MPI.Comm, explicit: dict[str, Any], steps: int | None, options: Op
         comm,
         every=options.ckpt_every,
         keep=options.keep,
-        async_io=False,
+        async_io=options.async_io,
         on_event=log.write if log else None,
     ) as checkpointer:
         plan = council.share(lambda: plan_launch(run_dir, explicit, steps, options, comm.size))
@@ -91,7 +91,7 @@ class Trainer:
         state: State = {
             **optimizer.state(),
             "progress": {"step": 0, "cursor": 0, "optimizer_steps": 0, "lr": settings.lr},
-            "rng": PerRank(rng),
+            "rng": PerRank(rng, resize=_reseed),
         }
         return cls(comm, settings, model, optimizer, data, rng, state)
 
@@ -154,7 +154,8 @@ def _open_data(plan: Plan) -> Dataset:
 
 def _resume(checkpointer: Checkpointer, trainer: Trainer, plan: Plan, options: Options) -> int:
     """**Collective.** Restore what there is; returns the first step to train."""
-    found = checkpointer.restore(trainer.state, plan.resume_from, on_damage=options.on_damage)
+    world_size = "any" if options.elastic else "same"
+    found = checkpointer.restore(trainer.state, plan.resume_from, world_size=world_size, on_damage=options.on_damage)
     if found is None:
         return 1
     if plan.resume_from is not None:
@@ -164,6 +165,11 @@ def _resume(checkpointer: Checkpointer, trainer: Trainer, plan: Plan, options: O
     if trainer.comm.rank == 0:
         print(f"resumed {plan.run_dir} after step {found.step}", flush=True)
     return found.step + 1
+
+
+def _reseed(old: list[Any], rank: int, size: int) -> np.random.Generator:
+    """The stream of a rank after a change of their number: seeded by what old rank 0 would have drawn next."""
+    return np.random.default_rng([*old[0].build().integers(2**63, size=4).tolist(), rank, size])
 
 
 def _row(step: int, result: Any, lr: float, seconds: float, settings: Settings) -> dict[str, Any]:

@@ -4,19 +4,15 @@
 
 For each scenario the checkpoints root is DIRECTORY/<scenario>. What each rank does to its files goes line by line to
 DIRECTORY/<scenario>.ops/<rank>. `--kill` sends the rank SIGKILL at its durable operation NUMBER (from 0). `--images`
-copies the root to DIRECTORY/<scenario>.images/<n> after every single change by any rank: what a SIGKILL of all ranks
-at that moment would leave.
+keeps in DIRECTORY/<scenario>.images what a kill of all ranks, or a power cut, would leave after every single change.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +21,7 @@ from mpi4py import MPI
 from mpi_ckpt import Checkpointer
 from mpi_ckpt.comm.abort import abort_on_uncaught_exceptions
 from tests.programs.faults import DURABLE, Operation, watched
+from tests.programs.images import Camera
 from tests.programs.states import blank, state
 
 comm = MPI.COMM_WORLD
@@ -81,31 +78,6 @@ class Journal:
         os.write(self._file, f"{when} {operation}\n".encode())
 
 
-class Camera:
-    """Keeps an image of the root after every change; all ranks' changes happen one at a time for it."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self._images = root, root.with_name(root.name + ".images")
-        self._images.mkdir(exist_ok=True)
-        self._lock = os.open(self._images / "lock", os.O_RDWR | os.O_CREAT)
-        self._thread_lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def __call__(self, operation: Operation) -> Iterator[None]:
-        if operation.call in ("fsync", "close"):
-            yield
-            return
-        with self._thread_lock:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            try:
-                yield
-                number = len(os.listdir(self._images))
-                name = f"{number:03d}-{comm.rank}-{operation.call}-{Path(operation.path).name}"
-                shutil.copytree(self._root, self._images / name)
-            finally:
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-
 @contextlib.contextmanager
 def observed(root: Path, arguments: argparse.Namespace) -> Iterator[None]:
     """The journal, and the camera if it is wanted."""
@@ -115,9 +87,13 @@ def observed(root: Path, arguments: argparse.Namespace) -> Iterator[None]:
     journal = Journal(root.with_name(root.name + ".ops"), kill)
     with contextlib.ExitStack() as stack:
         if arguments.images:
-            stack.enter_context(watched(root, Camera(root), cut=True))
+            camera = Camera(root, comm.rank)
+            stack.enter_context(watched(root, camera, cut=True))
         stack.enter_context(watched(root, journal))
         yield
+        comm.Barrier()
+        if arguments.images and comm.rank == 0:
+            camera.end()
 
 
 def main() -> None:

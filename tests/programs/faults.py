@@ -41,7 +41,7 @@ def watched(root: Path, around: Around, *, cut: bool = False) -> Iterator[None]:
     """Enter `around(operation)` for every change below `root`, in the thread that makes it.
 
     An OSError on entering comes out of the call, which has then not happened (close: it has, as on Linux). With `cut`
-    long writes are short ones, as any system may make them, so that there are moments with half of the bytes.
+    the first write to a file is a short one, as any system may make it, so that there are moments with half the bytes.
     """
     genuine = {call: getattr(os, call) for call in _OF_PATHS + _OF_DESCRIPTORS}
     prefix = os.fspath(root)
@@ -91,10 +91,13 @@ def _path(call: str, args: tuple[Any, ...]) -> str:
 def _shortened(call: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if call not in ("write", "pwrite"):
         return args
+    at = args[2] if call == "pwrite" else os.lseek(args[0], 0, os.SEEK_CUR)
     data = memoryview(args[1]).cast("B")
+    if at > 0:
+        return args
     half = data.nbytes // 2
     half -= half % (_PAGE if call == "pwrite" else 512)
-    return (args[0], data[:half], *args[2:]) if half else args
+    return (args[0], data[:half] if half else data, *args[2:])
 
 
 class Fault:

@@ -3,8 +3,8 @@
     python -m tests.programs.restart LIST.json
 
 LIST.json holds objects {"root": ..., "save": [step, tag] that was interrupted, "before": [[step, tag], ...] that had
-been committed, "newest": the outcomes that are right for the newest step, "same_first": whether the first save after
-the restart is that of the same step or of the next}. Prints what is wrong on rank 0; the status is 1 then.
+been committed, "newest": the outcomes that are right for the newest step, "then": what is saved after the restart, of
+"same" and "next" step}. Prints what is wrong on rank 0; the status is 1 then.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ def examine(root: Path, entry: dict[str, Any]) -> None:
             assert restored(ckpt, committed) in allowed
         if steps:
             comm.rank or check_verify(root, steps)
-        following = [(step, "again"), (step + 1, "next")]
-        for number, label in following if entry["same_first"] else reversed(following):
-            ckpt.save(number, state(comm.rank, comm.size, number, label), overwrite=number in ckpt.all_steps())
-            assert restored(ckpt, number) == [number, label]
+        for which in entry["then"]:
+            number = step + (which == "next")
+            ckpt.save(number, state(comm.rank, comm.size, number, which), overwrite=number in steps)
+            assert restored(ckpt, number) == [number, which]
             left = comm.bcast(litter(root))
             assert not left, f"after saving step {number} there is still {left}"
-        comm.rank or check_verify(root, [step, step + 1])
+        steps = ckpt.all_steps()
+        comm.rank or check_verify(root, steps)
 
 
 def main() -> None:
