@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +28,18 @@ def launch(tmp_path):
     launcher = Launcher(tmp_path)
     yield launcher
     launcher.end_all()
+
+
+@pytest.fixture
+def shared_path(comm):
+    """A new directory that all ranks of an in-process MPI test see, gone after it.
+
+    Not mpi_tmp_path: the plugin lets launches of a session share one base directory, which pytest prunes under them.
+    """
+    path = Path(comm.bcast(tempfile.mkdtemp(prefix="mpi_ckpt-test-") if comm.rank == 0 else None))
+    yield path
+    all_done, deadline = comm.Ibarrier(), time.monotonic() + 5
+    while not all_done.Test() and time.monotonic() < deadline:  # bounded: a rank that failed may have left
+        time.sleep(0.001)
+    if comm.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)

@@ -144,7 +144,9 @@ def under_strace(tmp_path: Path, code: str, *options: str) -> tuple[str, list[st
     """Run code with `atomic` imported; what it printed, and its calls on paths below `tmp_path`."""
     log = tmp_path.parent / f"{tmp_path.name}.strace"
     program = f"from pathlib import Path\nfrom mpi_ckpt.storage import atomic\nhere = Path({str(tmp_path)!r})\n{code}"
-    traced = "--trace=fsync,ftruncate,pwrite64,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,write,close"
+    traced = (
+        "--trace=fsync,ftruncate,pwrite64,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,write,close"
+    )
     command = ["strace", "-f", "-y", "-o", str(log), traced, *options, sys.executable, "-c", program]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]

@@ -61,8 +61,8 @@ def my_rows(comm, array: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")
-def test_any_memory_is_saved_in_c_order_and_restored_in_place_into_any_memory(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "c"
+def test_any_memory_is_saved_in_c_order_and_restored_in_place_into_any_memory(comm, shared_path):
+    root = shared_path / "c"
     values = {dtype: bits((ROWS, COLUMNS), dtype) for dtype in DTYPES}
     mine = {dtype: my_rows(comm, array) for dtype, array in values.items()}
 
@@ -104,8 +104,8 @@ def test_any_memory_is_saved_in_c_order_and_restored_in_place_into_any_memory(co
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_a_restore_leaves_the_memory_between_strided_elements_alone(comm, mpi_tmp_path):
-    with Checkpointer(mpi_tmp_path / "c", comm) as checkpointer:
+def test_a_restore_leaves_the_memory_between_strided_elements_alone(comm, shared_path):
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
         start, stop = shard_range(ROWS, comm.size, comm.rank)
         values = bits((ROWS, COLUMNS), "<f4")
         broadcast = np.broadcast_to(np.arange(COLUMNS, dtype="<f4"), (stop - start, COLUMNS))
@@ -125,7 +125,7 @@ def test_a_restore_leaves_the_memory_between_strided_elements_alone(comm, mpi_tm
 
 
 @pytest.mark.mpi(ranks=[1, 4], timeout=60, unit="s")
-def test_zero_dimensions_zero_sizes_and_no_state_at_all_come_back(comm, mpi_tmp_path):
+def test_zero_dimensions_zero_sizes_and_no_state_at_all_come_back(comm, shared_path):
     shapes = [(0,), (0, 4), (4, 0), (3, 0, 2), (1,), (2, 3)]  # fewer elements than ranks: some hold none
 
     def state(make) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_zero_dimensions_zero_sizes_and_no_state_at_all_come_back(comm, mpi_tmp_
         found["counter"], found["truth"], found["big"] = make(()), make((), "?"), swapped(make(()))
         return found
 
-    with Checkpointer(mpi_tmp_path / "c", comm) as checkpointer:
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
         checkpointer.save(1, {})
         assert checkpointer.restore({}).step == 1
         checkpointer.save(2, state(lambda shape, dtype="<f8": bits(shape, dtype)))
@@ -154,7 +154,7 @@ def test_zero_dimensions_zero_sizes_and_no_state_at_all_come_back(comm, mpi_tmp_
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
-def test_a_rank_may_hold_several_blocks_of_an_array_or_one_or_an_empty_one(comm, mpi_tmp_path):
+def test_a_rank_may_hold_several_blocks_of_an_array_or_one_or_an_empty_one(comm, shared_path):
     total = 57
     edges = [0, 1, 8, 8, 20, 41, 57]  # blocks 0..5, one of them empty
     whole = bits((total, 3), "<f4")
@@ -170,7 +170,7 @@ def test_a_rank_may_hold_several_blocks_of_an_array_or_one_or_an_empty_one(comm,
             "one rank": everything if comm.rank == 1 else nothing,
         }
 
-    with Checkpointer(mpi_tmp_path / "c", comm) as checkpointer:
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
         checkpointer.save(1, state(np.copy))
         target = state(lambda array: poison(array.copy()))
         checkpointer.restore(target)
@@ -188,8 +188,8 @@ def block(comm, shape: tuple[int, ...] = (8,), dtype: Any = "<f4", *, first: int
 
 
 @pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
-def test_states_that_do_not_fit_together_are_refused_on_every_rank_before_a_byte_is_written(comm, mpi_tmp_path):
-    root, odd = mpi_tmp_path / "c", comm.rank == 2
+def test_states_that_do_not_fit_together_are_refused_on_every_rank_before_a_byte_is_written(comm, shared_path):
+    root, odd = shared_path / "c", comm.rank == 2
 
     def differing(normal: Any, other: Any) -> dict[str, Any]:
         return {"ok": block(comm), "x": other if odd else normal}
@@ -223,8 +223,8 @@ def test_states_that_do_not_fit_together_are_refused_on_every_rank_before_a_byte
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
-def test_a_state_that_no_file_can_hold_is_refused_at_save_though_it_is_written_later(comm, mpi_tmp_path):
-    root, odd = mpi_tmp_path / "c", comm.rank == 1
+def test_a_state_that_no_file_can_hold_is_refused_at_save_though_it_is_written_later(comm, shared_path):
+    root, odd = shared_path / "c", comm.rank == 1
     refused = {
         "objects": np.array([None, 1]),
         "strings": np.array(["a"]),
@@ -290,9 +290,9 @@ def test_nested_dicts_are_walked_as_long_as_there_are_arrays_below_and_values_st
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_an_error_of_the_disk_is_not_the_state_s_fault(comm, mpi_tmp_path):
+def test_an_error_of_the_disk_is_not_the_state_s_fault(comm, shared_path):
     """A step's directory cannot be made: a SaveFailed on all ranks that names the path, not an UnsupportedState."""
-    root: Path = mpi_tmp_path / "c"
+    root: Path = shared_path / "c"
     with Checkpointer(root, comm, async_io=False) as checkpointer:
         if comm.rank == 0:
             step_dir(root, 1).write_text("a file where a directory should be")

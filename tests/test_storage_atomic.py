@@ -48,12 +48,12 @@ def test_files_go_in_the_order_given_with_one_sync_of_the_directory_after_them(t
 def test_each_failure_of_a_durable_write_is_an_oserror_with_errno_and_path(tmp_path, fault, named):
     directory = tmp_path / "directory"
     directory.mkdir()
-    code = f"""
+    code = """
 import sys
 try:
     atomic.write_file(here / 'directory' / 'new', b'bytes')
 except OSError as error:
-    sys.exit(f'{{error.errno}} {{Path(error.filename).name}}')
+    sys.exit(f'{error.errno} {Path(error.filename).name}')
 """
     said, _ = under_strace(tmp_path, code, "-P", str(directory), "-P", f"{directory}/new.tmp", f"--inject={fault}")
     assert said.split() == [str(getattr(errno, re.search(r"E[A-Z]+", fault)[0])), named]

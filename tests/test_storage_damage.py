@@ -26,7 +26,9 @@ EVERYTHING = Block((0,), (N,))
 
 @pytest.fixture
 def shard(tmp_path):
-    return save_shard(tmp_path, [to_write("a", bits((N,), "<f4")), to_write("b", bits((7,), "|u1"))], b'{"x":1}', rank=2)
+    return save_shard(
+        tmp_path, [to_write("a", bits((N,), "<f4")), to_write("b", bits((7,), "|u1"))], b'{"x":1}', rank=2
+    )
 
 
 def full(path, record):

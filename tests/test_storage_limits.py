@@ -180,7 +180,9 @@ else:
         shard_file.read_shard(path, record, [(record.blocks["a"][0], swapped.T)], {operation!r}.split()[-1])
 print(peak() - before)
 """
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
     assert float(run.stdout) <= 32
 
 
@@ -270,7 +272,9 @@ from pathlib import Path
 from tests.storage_cases import save_shard, to_write
 threading.Thread(target=lambda: (time.sleep(0.3), save_shard(Path({str(tmp_path)!r}), [to_write("a", np.ones(57))]))).start()
 """
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert os.listdir(tmp_path) == ["rank00000.h5"]
 

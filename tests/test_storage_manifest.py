@@ -114,7 +114,11 @@ def test_the_records_lead_to_the_bytes(step):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
 ).filter(lambda value: "\ud800" not in repr(value))
@@ -135,7 +139,9 @@ def manifests(draw):
         for key, array in arrays.items():
             lo, hi = shard_range(array.shape[0], size, rank) if array.shape else (0, 1)
             if array.shape or rank == 0:
-                start, shape = ((lo, *[0] * (len(array.shape) - 1)), (hi - lo, *array.shape[1:])) if array.shape else ((), ())
+                start, shape = (
+                    ((lo, *[0] * (len(array.shape) - 1)), (hi - lo, *array.shape[1:])) if array.shape else ((), ())
+                )
                 nbytes = int(np.prod(shape)) * np.dtype(array.dtype).itemsize
                 blocks[key] = (BlockRecord(start, shape, at if nbytes else 0, at + nbytes, f"{rank:08x}"),)
                 at += -(-(nbytes + 4) // 4096) * 4096
@@ -200,7 +206,9 @@ def refused(text: str, *named: str) -> InvalidManifest:
     return error
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "{}", '{"manifest_sha256": 7}', "[" * 100_000, "\0", "{'a': 1}"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "7", "{}", '{"manifest_sha256": 7}', "[" * 100_000, "\0", "{'a': 1}"]
+)
 def test_what_is_no_document_is_refused(text):
     refused(text, "manifest")
 
@@ -241,7 +249,10 @@ def test_unknown_fields_are_ignored(step):
 SHARD_FIELDS = ["rank", "path", "nbytes", "sha256", "crc32c", "blocks", "values"]
 BLOCK_FIELDS = ["start", "shape", "offset", "table_offset", "table_crc32c"]
 FIELDS = [
-    *((name,) for name in ("format", "schema_version", "save_id", "world_size", "step", "wall_clock_seconds", "created")),
+    *(
+        (name,)
+        for name in ("format", "schema_version", "save_id", "world_size", "step", "wall_clock_seconds", "created")
+    ),
     *((name,) for name in ("environment", "meta", "arrays", "index", "shards")),
     *(("arrays", "tiles", name) for name in ("dtype", "shape")),
     *(("index", "first.weight", name) for name in ("start", "shape")),
@@ -408,7 +419,9 @@ def test_without_an_index_or_param_there_is_no_shard_interval(tmp_path):
     assert named.shards[1].param_shard_numel == 336
 
 
-@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": float("inf")}, {"x": {1, 2}}, {1: "a", "b": 2}, {"x": "\ud800"}])
+@pytest.mark.parametrize(
+    "meta", [{"x": float("nan")}, {"x": float("inf")}, {"x": {1, 2}}, {1: "a", "b": 2}, {"x": "\ud800"}]
+)
 def test_what_json_cannot_hold_is_refused_when_saving(tmp_path, meta):
     with pytest.raises(UnsupportedState, match="JSON"):
         flat_manifest(tmp_path, meta=meta).to_json()

@@ -41,7 +41,15 @@ def test_a_root_that_does_not_exist_holds_no_steps(tmp_path):
     "name",
     [
         *("step_10", "step_0000001x", "step_000000010", "step_", "step_-0000001", "Step_00000010", "step_00000010.tmp"),
-        *("step_00000010 ", "step_00000010\n", "step_٠٠٠٠٠٠١٠", "step_+0000010", "step_0000_010", "x", "step_" + "9" * 19),
+        *(
+            "step_00000010 ",
+            "step_00000010\n",
+            "step_٠٠٠٠٠٠١٠",
+            "step_+0000010",
+            "step_0000_010",
+            "x",
+            "step_" + "9" * 19,
+        ),
     ],
 )
 def test_what_is_not_exactly_a_step_name_is_somebody_elses(tmp_path, name):
@@ -81,7 +89,14 @@ def test_shard_names_round_trip(rank, save_id):
 @pytest.mark.parametrize(
     "name",
     [
-        *("rank2.h5", "rank00002.h5.tmp", "rank000002.h5", "rank00002-.h5", "rank00002-xyz.h5", "rank00002-ABCDEF01.h5"),
+        *(
+            "rank2.h5",
+            "rank00002.h5.tmp",
+            "rank000002.h5",
+            "rank00002-.h5",
+            "rank00002-xyz.h5",
+            "rank00002-ABCDEF01.h5",
+        ),
         *("../rank00002.h5", "/rank00002.h5", "rank00002.h5\n", "rank-0002.h5", "rank00002_h5", "rank٠٠٠٠٢.h5"),
     ],
 )

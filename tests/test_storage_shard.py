@@ -193,7 +193,9 @@ def test_large_arrays_that_are_not_contiguous_come_back(tmp_path):
     ]
     path, record = save_shard(tmp_path, written)
     for verify in ("full", "quick"):
-        found = [(block, np.zeros(array.shape, ">f8", order="F"), array) for block, _, array in targets(record, written)]
+        found = [
+            (block, np.zeros(array.shape, ">f8", order="F"), array) for block, _, array in targets(record, written)
+        ]
         read_shard(path, record, [(block, out) for block, out, _ in found], verify)
         assert all(same_bits(out, array) for _, out, array in found)
 
@@ -207,7 +209,11 @@ def test_an_empty_state_is_a_shard(tmp_path):
 
 
 def test_a_key_with_several_blocks_has_them_numbered(tmp_path):
-    written = [to_write("p", np.arange(7), (0,), (57,)), to_write("q", np.arange(3)), to_write("p", np.arange(5), (20,), (57,))]
+    written = [
+        to_write("p", np.arange(7), (0,), (57,)),
+        to_write("q", np.arange(3)),
+        to_write("p", np.arange(5), (20,), (57,)),
+    ]
     path, record = save_shard(tmp_path, written)
     assert [block.start for block in record.blocks["p"]] == [(0,), (20,)]
     with h5py.File(path) as file:

@@ -226,12 +226,12 @@ def draws(generator: Any) -> list:
 
 
 @pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")
-def test_every_generator_goes_on_where_it_was_on_every_rank(comm, mpi_tmp_path):
+def test_every_generator_goes_on_where_it_was_on_every_rank(comm, shared_path):
     mine, shared = generators(comm.rank), generators(77)
     for generator in (*mine.values(), *shared.values()):
         draws(generator)  # from the middle of the stream on
     state = {"mine": {name: PerRank(g) for name, g in mine.items()}, "shared": shared}
-    with Checkpointer(mpi_tmp_path / "c", comm) as checkpointer:
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
         checkpointer.save(1, state)
         expected = [[draws(g) for _ in range(3)] for g in (*mine.values(), *shared.values())]
         checkpointer.wait_until_finished()
@@ -253,9 +253,9 @@ def test_a_generator_among_plain_values_is_refused_because_only_a_copy_could_com
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
-def test_values_come_back_through_files_and_refusals_reach_every_rank(comm, mpi_tmp_path):
+def test_values_come_back_through_files_and_refusals_reach_every_rank(comm, shared_path):
     everything = {"scalars": SCALARS, "nested": NESTED, "numpy": NUMPY, "deep": {"er": {"x": (1, [2])}}, "none": None}
-    with Checkpointer(mpi_tmp_path / "c", comm) as checkpointer:
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
         checkpointer.save(1, everything | {"own": PerRank([everything, comm.rank])})
         target = dict.fromkeys(everything) | {"own": PerRank(None)}
         checkpointer.restore(target)
@@ -271,10 +271,10 @@ def test_values_come_back_through_files_and_refusals_reach_every_rank(comm, mpi_
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_a_generator_is_restored_only_into_one_of_its_kind(comm, mpi_tmp_path):
+def test_a_generator_is_restored_only_into_one_of_its_kind(comm, shared_path):
     from mpi_ckpt import LayoutMismatch
 
-    root = mpi_tmp_path / "c"
+    root = shared_path / "c"
     with Checkpointer(root, comm) as checkpointer:
         checkpointer.save(1, {"a": np.random.default_rng(1), "b": PerRank(random.Random(1)), "c": 5})
         checkpointer.wait_until_finished()

@@ -4,8 +4,8 @@
     mpirun -n 3 python -m mpi_ckpt.examples.heat2d --run-dir runs/heat --elastic    # goes on with 3 x 1, to the bit
 
 A rank holds `padded`, float64: its block of the plate in a frame of *ghost cells*, copies of its neighbours' outermost
-cells. It owns the inside, `field = padded[1:-1, 1:-1]`, and this strided view is what a checkpoint saves. A cell's
-arithmetic is the same wherever the blocks are cut, so the field does not depend on the number of ranks.
+cells. It owns the inside, `padded[1:-1, 1:-1]`, and this strided view is what a checkpoint saves. A cell's arithmetic
+is the same wherever the blocks are cut, so the field does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import io
 import sys
-from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,10 @@ def exchange(cart: MPI.Cartcomm, padded: np.ndarray) -> None:
     cart.Sendrecv(padded[1], dest=north, recvbuf=padded[-1], source=south)
     cart.Sendrecv(padded[-2], dest=south, recvbuf=padded[0], source=north)
     west, east = cart.Shift(1, 1)
-    rows, columns = padded.shape
-    column = MPI.DOUBLE.Create_vector(rows, 1, columns).Commit()  # one element a row: no copy of ours
-    cells = padded.reshape(-1)  # cells[j:] begins at the top of column j
-    cart.Sendrecv([cells[1:], 1, column], dest=west, recvbuf=[cells[columns - 1 :], 1, column], source=east)
-    cart.Sendrecv([cells[columns - 2 :], 1, column], dest=east, recvbuf=[cells, 1, column], source=west)
+    # a column is one cell of each row, described from its top cell on: MPI gathers it, no copy of ours
+    column = MPI.DOUBLE.Create_vector(padded.shape[0], 1, padded.shape[1]).Commit()
+    cart.Sendrecv([padded[0, 1:], 1, column], dest=west, recvbuf=[padded[0, -1:], 1, column], source=east)
+    cart.Sendrecv([padded[0, -2:], 1, column], dest=east, recvbuf=[padded[0], 1, column], source=west)
     column.Free()
 
 
@@ -76,7 +74,7 @@ def report(cart: MPI.Cartcomm, step: int, seconds: float, field: np.ndarray) -> 
     blocks = cart.gather((float(field.sum()), field.min(), field.max()))
     if blocks is not None:
         heat, lowest, highest = zip(*blocks, strict=True)
-        print(f"{step:8d} {seconds:10.4f} {fsum(heat):12.6g} {min(lowest):12.6g} {max(highest):12.6g}", flush=True)
+        print(f"{step:8d} {seconds:10.4f} {sum(heat):12.6g}  {min(lowest):.4g} .. {max(highest):.4g}", flush=True)
 
 
 def solve(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
@@ -89,8 +87,9 @@ def solve(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
         found = checkpointer.restore(state, world_size="any" if args.elastic else "same")
         first = found.step + 1 if found else 1
         if cart.rank == 0:
-            print(f"from step {first - 1} on {cart.dims[0]} x {cart.dims[1]} ranks")
-            print(f"{'step':>8} {'time s':>10} {'heat':>12} {'lowest':>12} {'highest':>12}", flush=True)
+            print(
+                f"from step {first - 1} on {cart.dims[0]} x {cart.dims[1]} ranks\n    step     time s         heat  min and max"
+            )
         for step in range(first, args.steps + 1):
             exchange(cart, padded)
             advance(padded)

@@ -145,6 +145,8 @@ def _check_version(document: dict[str, Any], path: object) -> None:
     kind, version = _VERSION(document)
     if kind != FORMAT:
         raise Fault(repr(kind), FORMAT, "format")
+    if version < 1:
+        raise Fault(version, "a number from 1 on", "schema_version")
     if version > SCHEMA_VERSION:
         raise UnknownSchema(
             "the manifest was written by a newer version of the format",
@@ -178,7 +180,7 @@ def _check_shards(fields: dict[str, Any]) -> None:
 
 def _check_places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> None:
     """Every part of the file lies within it, blocks on multiples of 4096, and no two parts share a byte."""
-    parts = [(0, 0, ""), (shard.nbytes, shard.nbytes, "nbytes")]  # begin, end, field
+    parts = [(0, 0, "")]  # begin, end, field
     if shard.values.nbytes:
         parts.append((shard.values.offset, shard.values.offset + shard.values.nbytes, "values"))
     for key, blocks in shard.blocks.items():
@@ -195,3 +197,7 @@ def _check_places(shard: ShardRecord, arrays: dict[str, ArrayRecord]) -> None:
         if begin < end:
             field = f"shards[{shard.rank}] (offsets of {one} and {other})"
             raise Fault(f"one part up to byte {end}, the next from byte {begin}", "parts that share no byte", field)
+    _, end, last = parts[-1]
+    if end > shard.nbytes:
+        field = f"shards[{shard.rank}] (offsets of {last})"
+        raise Fault(f"a part up to byte {end}", f"parts within the file's {shard.nbytes} bytes", field)
