@@ -19,6 +19,7 @@ LAYER = {
     "__main__": 7,
     "tools": 5,
     "train": 5,
+    "examples": 5,
     "model": 4,
     "parallel": 4,
     "checkpoint": 4,
@@ -27,7 +28,7 @@ LAYER = {
     "layout": 1,
     "errors": 0,
 }
-MAY_IMPORT_MPI = ("comm", "train")  # at run time; anything may name its types
+MAY_IMPORT_MPI = ("comm", "train", "examples")  # at run time; anything may name its types
 
 
 def modules() -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,9 @@ import pytest
 from tests.launch import Launcher, Outcome, is_open_mpi
 from tests.programs.faults import DURABLE
 
-CRASH, RESTART = ("-m", "tests.programs.crash"), ("-m", "tests.programs.restart")
+CRASH, LEAVE, RESTART = (("-m", f"tests.programs.{name}") for name in ("crash", "leave", "restart"))
 SAVES = {"first": [1, "new"], "rotation": [3, "new"], "overwrite": [2, "new"]}  # what each scenario saves
 BEFORE = {"first": [], "rotation": [[1, "old"], [2, "old"]], "overwrite": [[1, "old"], [2, "old"]]}
-FOREIGN = ("step_00000002/notes.txt", "step_10/rank00000.h5.tmp", "step_00000099.txt")
 
 
 class Crashes:
@@ -61,6 +61,16 @@ class Crashes:
             "newest": [outcomes[name] for name in newest],
             "then": list(then),
         }
+
+    def leave(self, *ways: str) -> list[tuple[Path, Outcome]]:
+        """Run `leave` in each of these ways, two at a time; where, and how it ended."""
+
+        def run(way: str) -> tuple[Path, Outcome]:
+            root = self.launcher.cwd / way.replace(" ", "-")
+            return root, self.launcher(self.ranks, *LEAVE, root, *way.split(), timeout=30)
+
+        with ThreadPoolExecutor(2) as two:
+            return list(two.map(run, ways))
 
     def restart(self, entries: list[dict]) -> None:
         (self.launcher.cwd / "list.json").write_text(json.dumps(entries))
@@ -136,3 +146,108 @@ def test_all_killed_after_any_change_or_without_power_leave_the_old_or_the_new_s
     assert entries[-1]["root"].endswith("end.power")
     assert durable
     three.restart(entries)
+
+
+def after_leaving(root: Path, *newest: int) -> dict:
+    """What a restart must find after `leave`: one of these steps."""
+    return {
+        "root": str(root),
+        "save": [2, "x"],
+        "before": [[1, "x"]],
+        "newest": [[step, "x"] if step else None for step in newest],
+        "then": ["same", "next"],
+    }
+
+
+def test_any_rank_killed_right_after_an_asynchronous_save_leaves_the_step_before(two):
+    entries = []
+    for root, outcome in two.leave("kill 0", "kill 1"):
+        assert outcome.status != 0
+        entries.append(after_leaving(root, 1))
+    two.restart(entries)
+
+
+def test_an_exception_on_one_rank_comes_out_while_the_others_wait_in_a_collective(two):
+    ways = {"throw 0": 2, "throw 1": 2, "throw_before 0": 0, "throw_before 1": 0}  # and the newest step then
+    entries = []
+    for (root, outcome), newest in zip(two.leave(*ways), ways.values(), strict=True):
+        assert outcome.status != 0
+        assert outcome.seconds < 15
+        assert f"RuntimeError: rank {root.name[-1]} has had enough" in outcome.stderr
+        entries.append(after_leaving(root, newest))
+    two.restart(entries)
+
+
+def test_leaving_without_waiting_leaves_the_last_save_whole_or_visibly_absent(two):
+    ways = {"close": [2], "exit_inside": [2], "exit_plainly": [1, 2], "fall_off": [1, 2]}
+    entries = []
+    for (root, outcome), newest in zip(two.leave(*ways), ways.values(), strict=True):
+        outcome.check()
+        entries.append(after_leaving(root, *newest))
+    two.restart(entries)
+
+
+def test_when_only_the_last_save_fails_the_program_exits_non_zero(two):
+    entries = []
+    for root, outcome in two.leave("fail 0", "fail 1", "fail_and_exit 0", "fail_and_exit 1"):
+        assert outcome.status != 0
+        assert f"rank0000{root.name[-1]}.h5.tmp, rank {root.name[-1]})" in outcome.stderr
+        entries.append(after_leaving(root, 1))
+    two.restart(entries)
+
+
+def test_a_reader_never_sees_a_committed_step_that_lacks_a_shard(three):
+    root = three.launcher.cwd / "polled"
+    job = three.launcher.start(3, *LEAVE, root, "close", env={"SLOW": "1"})
+    waited = 0
+    while job.process.poll() is None:
+        for directory in root.glob("step_*"):
+            try:
+                manifest = json.loads((directory / "manifest.json").read_text())
+            except FileNotFoundError:
+                waited += directory.name == "step_00000002"
+                continue
+            assert [(directory / s["path"]).stat().st_size for s in manifest["shards"]] == [
+                s["nbytes"] for s in manifest["shards"]
+            ]
+        time.sleep(0.005)
+    job.wait(1).check()
+    assert waited > 50, "step 2 was never seen on its way"
+    assert len(list(root.glob("step_*/manifest.json"))) == 2
+
+
+def test_leftovers_are_ignored_then_cleaned_and_foreign_files_stay(three):
+    directory = three.directory("leftovers", "rotation")
+    root, elsewhere = directory / "rotation", directory / "elsewhere"
+    shard = (root / "step_00000002" / "rank00000.h5").read_bytes()
+    ours = {
+        "step_00000003/rank00000.h5": shard,  # of the step that will be saved, half-written
+        "step_00000003/rank00001.h5.tmp": shard[:5000],
+        "step_00000003/manifest.json.tmp": b"{",
+        "step_00000998/rank00000.h5": shard,  # without a manifest
+        "step_00000998/rank00007-0123456789abcdef.h5": shard,
+        "step_00000997/rank00002.h5": b"",  # beside a foreign file
+    }
+    foreign = {
+        "step_00000997/notes.txt": b"mine",
+        "step_00000003/rank00000.h5.bak": b"mine",
+        "step_00000002/rank00000.H5": b"mine",
+        "step_00000996/notes/rank00000.h5": b"mine",
+        "step_10/rank00000.h5": b"mine",
+        "step_00000995.old/manifest.json": b"mine",
+        "step_00000994": b"a file",
+        "notes.txt": b"mine",
+    }
+    for name, data in (ours | foreign).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    (root / "step_00000999").mkdir()
+    shutil.copytree(root / "step_00000002", elsewhere)
+    (elsewhere / "manifest.json").unlink()
+    (root / "step_00000993").symlink_to(elsewhere)
+    entry = three.entry(root, "rotation", ["old"], ["same", "next"])
+    three.restart([entry | {"foreign": [*foreign, "step_00000993"]}])
+    assert {name: (root / name).read_bytes() for name in foreign} == foreign
+    assert len(list(elsewhere.iterdir())) == 4
+    assert not [name for name in ours if name.startswith("step_0000099") and (root / name).exists()]
+    assert not (root / "step_00000999").exists()

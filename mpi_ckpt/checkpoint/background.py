@@ -22,6 +22,11 @@ class Background:
         """True while there is work whose outcome has not been collected."""
         return self._thread is not None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the work has raised, until it is collected."""
+        return self._error
+
     def start(self, work: Callable[[], Any], then: Callable[[Callable[[], Any]], None] | None = None) -> None:
         """**Local.** Begin `work`; the caller has collected the one before.
 

@@ -297,6 +297,10 @@ class Checkpointer:
         if not self._background.wait(_EXIT_PATIENCE):
             logger.warning("leaving with a save in flight; it may not commit")
         self._release_lock()
+        if (failure := self._background.error) is not None:
+            if isinstance(error, SystemExit) and not error.code:  # an exit as if all were well must not hide it
+                raise failure
+            logger.error("the save in flight failed too: %s", failure)
 
     def _take_lock(self) -> str:
         """Rank 0: the directory and its lock, and an end to what an overwrite that crashed left in it."""

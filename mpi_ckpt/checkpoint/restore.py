@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.checkpoint import environment, reshard, steps, values
+from mpi_ckpt.checkpoint.documents import Document, read_document, read_per_rank
 from mpi_ckpt.checkpoint.state import Leaves, PerRank
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import (
@@ -32,13 +33,11 @@ from mpi_ckpt.errors import (
 )
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
-from mpi_ckpt.storage.shard_file import check_structure, read_blocks, read_shard, read_values
+from mpi_ckpt.storage.shard_file import check_structure, read_blocks, read_shard
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 100  # steps that may be damaged, or pruned while they are read, before a restore gives up
-
-Document = dict[str, Any]  # {"per_rank": {key: encoded}, "replicated": {key: encoded}}: the values in a shard
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Opened:
     manifest: ShardManifest
     replicated: Document
     per_rank_keys: tuple[str, ...]
-    old_per_rank: list[Document] | None  # of all old ranks, when there is another number of them now
+    old_per_rank: list[Document] | None  # of the ranks that saved them, unless each rank's own lie in its shard
 
 
 Template = Callable[[Opened], Leaves]
@@ -187,29 +186,10 @@ def _open(directory: Path, size: int, options: Options) -> Opened:
             expected=f"{size} ranks, as many as are running",
             action="Run on as many ranks, or ask for resharding: world_size='any' (train: --elastic).",
         )
-    document = _values_of(directory, manifest, 0)
-    resized = manifest.world_size != size and document["per_rank"]
-    old = [_values_of(directory, manifest, rank) for rank in range(manifest.world_size)] if resized else None
-    return Opened(directory, manifest, document["replicated"], tuple(document["per_rank"]), old)
-
-
-def _values_of(directory: Path, manifest: ShardManifest, rank: int) -> Document:
-    """The values in one rank's shard, still encoded."""
-    record = manifest.shards[rank]
-    path = directory / record.path
-    check_structure(path, record)
-    try:
-        document = values.loads(read_values(path, record))
-        return {kind: dict(document[kind]) for kind in (("per_rank", "replicated") if rank == 0 else ("per_rank",))}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptShard(
-            "the plain values in a shard cannot be read",
-            path=path,
-            rank=rank,
-            found=f"{type(error).__name__}: {error}",
-            expected="the JSON that a save writes",
-            action="Restore another step.",
-        ) from error
+    document = read_document(directory, manifest, 0)
+    own_still = manifest.world_size == size and "old_per_rank" not in document
+    old = None if own_still else read_per_rank(directory, manifest, document)
+    return Opened(directory, manifest, document["replicated"], tuple(old[0] if old else document["per_rank"]), old)
 
 
 def _check(
@@ -217,8 +197,11 @@ def _check(
 ) -> tuple[dict[int, list[reshard.Read]], dict[str, Any]]:
     """Everything that can be known without reading an array: the reads of this rank, and its decoded values."""
     manifest, directory = opened.manifest, opened.directory
-    same_size = manifest.world_size == size
-    per_rank = opened.old_per_rank or [_values_of(directory, manifest, rank if same_size else 0)]
+    old = opened.old_per_rank or []
+    if opened.old_per_rank is None:
+        own = read_document(directory, manifest, rank)["per_rank"]
+    else:
+        own = old[rank] if len(old) == size else None  # None: the application has to say what becomes of the old ones
     saved = {key: "replicated array" if a.replicated else "sharded array" for key, a in manifest.arrays.items()}
     saved |= dict.fromkeys(opened.replicated, "plain value")
     saved |= dict.fromkeys(opened.per_rank_keys, "value per rank")
@@ -232,8 +215,10 @@ def _check(
         if isinstance(parent[name], values.Generator):
             _check_generator(key, parent[name], found[key])
     for key, leaf in leaves.per_rank.items():
-        old = [values.decode(document["per_rank"][key]) for document in per_rank]
-        found[key] = old[0] if same_size else _resized(key, leaf, old, rank, size)
+        if own is not None:
+            found[key] = values.decode(own[key])
+        else:
+            found[key] = _resized(key, leaf, [values.decode(document[key]) for document in old], rank, size)
         if isinstance(leaf.value, values.Generator):
             _check_generator(key, leaf.value, found[key])
     return plan, found

@@ -22,6 +22,7 @@ import numpy as np
 from mpi_ckpt.checkpoint import values
 from mpi_ckpt.errors import LayoutMismatch, UnsupportedState
 from mpi_ckpt.layout import Shard
+from mpi_ckpt.storage.records import MAX_AXES
 
 State = dict[str, Any]
 
@@ -162,11 +163,13 @@ def _check_shards(key: str, shards: list[Shard]) -> None:
 def check_dtype(key: str, array: np.ndarray) -> None:
     """**Local.** Raise UnsupportedState unless a shard file can hold `array` exactly."""
     dtype = array.dtype
-    if isinstance(array, np.ma.MaskedArray) or dtype.kind not in "biufc" or dtype.char in "gG":
+    plain = dtype.kind in "biufc" and dtype.char not in "gG" and not isinstance(array, np.ma.MaskedArray)
+    if not plain or array.ndim > MAX_AXES:
         raise UnsupportedState(
             f"the array at {key!r} has a type that cannot be saved exactly",
-            found=f"{type(array).__name__} of {dtype}",
-            expected="bool, integers, floats of 2, 4 or 8 bytes, complex of 8 or 16 bytes; no mask",
+            found=f"{type(array).__name__} of {dtype} with {array.ndim} axes",
+            expected="bool, integers, floats of 2, 4 or 8 bytes, complex of 8 or 16 bytes; no mask; "
+            f"at most {MAX_AXES} axes",
             action="Convert the array, or save what it consists of.",
         )
 

@@ -26,10 +26,9 @@ from mpi_ckpt.errors import ExplainedError
 
 ALPHA = 1.11e-4  # m^2/s, thermal diffusivity of copper
 H = 1e-3  # m, edge of a square cell
-# FTCS is stable if and only if R = ALPHA dt / H^2 <= 1/4 in two dimensions, by von Neumann's analysis: LeVeque, Finite
-# Difference Methods for Ordinary and Partial Differential Equations, SIAM 2007, sections 9.6 and 9.7.
+# FTCS in 2-d is stable for R = ALPHA DT / H^2 <= 1/4 (von Neumann analysis: LeVeque, SIAM 2007, sections 9.6 and 9.7).
 R = 0.2
-DT = R * H**2 / ALPHA  # s
+DT = R * H**2 / ALPHA  # s, a step
 HOT = 100.0  # degrees Celsius of the disc; the plate, and for ever its edges, are at 0
 
 
@@ -46,10 +45,9 @@ def advance(padded: np.ndarray) -> None:
 
 def exchange(cart: MPI.Cartcomm, padded: np.ndarray) -> None:
     """**Collective.** Fill the ghost cells. Beyond the plate is MPI.PROC_NULL: there they stay what they are, 0."""
-    north, south = cart.Shift(0, 1)
+    (north, south), (west, east) = cart.Shift(0, 1), cart.Shift(1, 1)
     cart.Sendrecv(padded[1], dest=north, recvbuf=padded[-1], source=south)
     cart.Sendrecv(padded[-2], dest=south, recvbuf=padded[0], source=north)
-    west, east = cart.Shift(1, 1)
     # a column is one cell of each row, described from its top cell on: MPI gathers it, no copy of ours
     column = MPI.DOUBLE.Create_vector(padded.shape[0], 1, padded.shape[1]).Commit()
     cart.Sendrecv([padded[0, 1:], 1, column], dest=west, recvbuf=[padded[0, -1:], 1, column], source=east)
@@ -70,11 +68,11 @@ def initial_block(cart: MPI.Cartcomm, shape: tuple[int, int]) -> tuple[np.ndarra
 
 
 def report(cart: MPI.Cartcomm, step: int, seconds: float, field: np.ndarray) -> None:
-    """**Collective.** A line of what the plate is like, of the blocks in rank order; heat in degree Celsius x cells."""
+    """**Collective.** A line of what the plate is like, of the blocks in rank order; heat is the sum over the cells."""
     blocks = cart.gather((float(field.sum()), field.min(), field.max()))
     if blocks is not None:
-        heat, lowest, highest = zip(*blocks, strict=True)
-        print(f"{step:8d} {seconds:10.4f} {sum(heat):12.6g}  {min(lowest):.4g} .. {max(highest):.4g}", flush=True)
+        heat, low, high = zip(*blocks, strict=True)
+        print(f"step {step}, {seconds:.4f} s: heat {sum(heat):.6g}, {min(low):.4g} to {max(high):.4g}", flush=True)
 
 
 def solve(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
@@ -87,9 +85,7 @@ def solve(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
         found = checkpointer.restore(state, world_size="any" if args.elastic else "same")
         first = found.step + 1 if found else 1
         if cart.rank == 0:
-            print(
-                f"from step {first - 1} on {cart.dims[0]} x {cart.dims[1]} ranks\n    step     time s         heat  min and max"
-            )
+            print(f"from step {first - 1} on {cart.dims[0]} x {cart.dims[1]} ranks", flush=True)
         for step in range(first, args.steps + 1):
             exchange(cart, padded)
             advance(padded)
@@ -104,7 +100,7 @@ def parse(speaks: bool) -> argparse.Namespace:
     """**Local.** The options; every rank reads the same line, and one of them says what is wrong with it."""
     parser = argparse.ArgumentParser(prog="heat2d", description="A hot disc on a cold plate, on any number of ranks.")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
-    parser.add_argument("--shape", type=_pair, default=(203, 117), metavar="ROWS,COLUMNS", help="cells of the plate")
+    parser.add_argument("--shape", type=shape, default=(203, 117), metavar="ROWS,COLUMNS", help="cells of the plate")
     parser.add_argument("--steps", type=int, default=400, help="steps of the whole run (default 400)")
     parser.add_argument("--every", default="50steps", help="when to save: 50steps, 10min (default 50steps)")
     parser.add_argument("--elastic", action="store_true", help="continue on another number of ranks")
@@ -112,7 +108,7 @@ def parse(speaks: bool) -> argparse.Namespace:
         return parser.parse_args()
 
 
-def _pair(text: str) -> tuple[int, int]:
+def shape(text: str) -> tuple[int, int]:
     rows, columns = map(int, text.split(","))
     return rows, columns
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,32 @@ class Content:
     table: np.ndarray | None = None
 
 
-def array_content(array: np.ndarray, table: np.ndarray) -> Content:
-    """An array of any strides and byte order, stored little-endian in C order."""
+@dataclass(frozen=True)
+class StreamedArray:
+    """An array that is in no memory: `copy(lo, out)` puts its bytes lo.. (little-endian, C order) into all of `out`.
+
+    `copy` is asked for every byte once, first to last, in whole elements.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    copy: Callable[[int, np.ndarray], None]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def array_content(array: np.ndarray | StreamedArray, table: np.ndarray) -> Content:
+    """An array of any strides and byte order, or a streamed one, stored little-endian in C order."""
+    if isinstance(array, StreamedArray):
+        return Content(array.nbytes, array.copy, table)
     if array.flags.c_contiguous:
         array = array.reshape(-1)  # no copy, and a run of elements is a single slice
     dtype = array.dtype.newbyteorder("<")

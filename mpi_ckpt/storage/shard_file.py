@@ -27,7 +27,7 @@ from mpi_ckpt.layout import Block
 from mpi_ckpt.storage import atomic, direct, names
 from mpi_ckpt.storage.crc import crc32c, hexadecimal, n_chunks
 from mpi_ckpt.storage.hdf5_image import Dataset, lay_out
-from mpi_ckpt.storage.image_stream import array_content, bytes_content, write_image
+from mpi_ckpt.storage.image_stream import StreamedArray, array_content, bytes_content, write_image
 from mpi_ckpt.storage.records import (
     FORMAT,
     ITEMSIZE,
@@ -50,7 +50,9 @@ __all__ = [
     "BlockToWrite",
     "ShardAttributes",
     "ShardRecord",
+    "StreamedArray",
     "check_structure",
+    "dataset_path",
     "hash_file",
     "map_block",
     "read_block",
@@ -67,7 +69,7 @@ class BlockToWrite:
     """A block with its bytes: an array of any strides and byte order, and where it lies in the global array `key`."""
 
     key: str
-    array: np.ndarray
+    array: np.ndarray | StreamedArray
     block: Block
     global_shape: tuple[int, ...]
 
@@ -111,6 +113,11 @@ def write_shard(path: Path, blocks: Sequence[BlockToWrite], values: bytes, attri
     )
 
 
+def dataset_path(key: str, position: int, count: int) -> str:
+    """Where a shard has the block at `position` of the `count` blocks of `key` that its rank holds."""
+    return f"/arrays/{key}" if count == 1 else f"/arrays/{key}/{position}"
+
+
 def _tables(nbytes: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Room for the crc32c of every chunk of blocks of `nbytes`, and each block's part of it (views)."""
     bounds = [0, *accumulate(map(n_chunks, nbytes))]
@@ -139,7 +146,7 @@ def _paths(keys: Sequence[str]) -> list[str]:
     found = []
     for key in keys:
         _check_key(key)
-        found.append(f"/arrays/{key}" if total[key] == 1 else f"/arrays/{key}/{seen[key]}")
+        found.append(dataset_path(key, seen[key], total[key]))
         seen[key] += 1
     groups = {path[:i] for path in found for i, letter in enumerate(path) if letter == "/"}
     for path, n in Counter(found).items():

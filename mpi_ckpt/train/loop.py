@@ -1,36 +1,31 @@
-"""The training loop, and what stands around it: resume first, train, then check what was done."""
+"""A launch from beginning to end: decide, resume or start, train, checkpoint, check."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer
 from mpi_ckpt.checkpoint.sharded import verify_resume
-from mpi_ckpt.checkpoint.state import PerRank, State
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.comm.collectives import gather_rows
-from mpi_ckpt.model.gpt import MiniGPT
-from mpi_ckpt.parallel.zero import ZeroOptimizer
+from mpi_ckpt.parallel.zero import StepResult
 from mpi_ckpt.storage import names
 from mpi_ckpt.train import checks, console
 from mpi_ckpt.train.config import Options, Settings
 from mpi_ckpt.train.data import Dataset, open_dataset
 from mpi_ckpt.train.metrics import MetricsLog
 from mpi_ckpt.train.run import CHECKPOINTS, Plan, choose_directory, plan_launch, store
+from mpi_ckpt.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NOISE_STREAM = 0x6E6F697365  # "noise": keeps these draws apart from other uses of the same seed
-
 
 def run(comm: MPI.Comm, explicit: dict[str, Any], steps: int | None, options: Options) -> None:
-    """**Collective.** One launch: decide, resume or start, train, checkpoint, check.
+    """**Collective.** One launch of the program.
 
+    `explicit` are the settings on the command line, `steps` the number of steps of the run if it is given there.
     Raises ConfigError, CheckFailed or a CheckpointError, the same on every rank.
     """
     council = Council(comm)
@@ -48,94 +43,60 @@ def run(comm: MPI.Comm, explicit: dict[str, Any], steps: int | None, options: Op
         data = council.everywhere(lambda: _open_data(plan))
         council.share(lambda: store(plan, data.identity))
         trainer = Trainer.build(comm, plan.settings, data)
-        first = _resume(checkpointer, trainer, plan, options)
+        first = _resume(checkpointer, trainer, plan, options) + 1
         if log:
             log.write({"event": "launch", "step": first - 1, "ranks": comm.size, "settings": plan.settings.to_json()})
-        if first > plan.last_step:
-            if comm.rank == 0:
-                print(f"{run_dir}: step {plan.last_step} is done already; nothing to train")
-        else:
-            losses = trainer.train(checkpointer, first, plan, options, log)
-            _check_results(comm, council, checkpointer, trainer, plan, losses)
+        if first <= plan.last_step:
+            every = options.log_every or max(1, (plan.last_step - first + 1) // 20)
+            with console.StepTable(first, plan.last_step, every, enabled=comm.rank == 0) as table:
+                losses = train(trainer, checkpointer, first, plan.last_step, log, table)
+            _check_results(council, checkpointer, trainer, plan, losses)
+        elif comm.rank == 0:
+            print(f"{run_dir}: step {plan.last_step} is done already; nothing to train")
         if log:
             reason = "finished" if plan.last_step == plan.steps else "stop-at"
             log.write({"event": "finish", "step": max(first - 1, plan.last_step), "reason": reason})
     council.close()
 
 
-@dataclass
-class Trainer:
-    """The parts of a training run, and the state that a checkpoint holds."""
+def train(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    first: int,
+    last: int,
+    log: MetricsLog | None,
+    table: console.StepTable,
+) -> list[float]:
+    """**Collective.** Steps `first` to `last`, checkpointed when due and at the end; returns their losses."""
+    settings = trainer.settings
+    index = {p.name: (p.start, p.shape) for p in settings.model.parameters()}
+    losses = []
+    for step in range(first, last + 1):
+        began = time.perf_counter()
+        result = trainer.step()
+        checks.check_replicas(trainer.comm, step, result.param_norm)
+        losses.append(result.loss)
+        if log:  # before the step can commit: the log never knows less than the newest checkpoint
+            row = _row(step, result, settings, time.perf_counter() - began)
+            log.write(row)
+            table.row(row)
+        meta = {"settings": settings.to_json(), "cursor": trainer.state["progress"]["cursor"]}
+        about: dict[str, Any] = {"meta": meta, "metrics": {"loss": result.loss}, "index": index}
+        if not checkpointer.save_if_due(step, trainer.state, **about) and step == last:
+            checkpointer.save(step, trainer.state, **about)
+    return losses
 
-    comm: MPI.Comm
-    settings: Settings
-    model: MiniGPT
-    optimizer: ZeroOptimizer
-    data: Dataset
-    rng: np.random.Generator
-    state: State
 
-    @classmethod
-    def build(cls, comm: MPI.Comm, settings: Settings, data: Dataset) -> Trainer:
-        """**Collective.** Everything as it is before the first step."""
-        model = MiniGPT(settings.model, batch=-(-settings.global_batch // comm.size))
-        optimizer = ZeroOptimizer(
-            comm,
-            model.initial_parameters(settings.seed),
-            param_dtype=settings.param_dtype,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-        rng = np.random.default_rng([NOISE_STREAM, settings.seed, comm.rank])
-        state: State = {
-            **optimizer.state(),
-            "progress": {"step": 0, "cursor": 0, "optimizer_steps": 0, "lr": settings.lr},
-            "rng": PerRank(rng, resize=_reseed),
-        }
-        return cls(comm, settings, model, optimizer, data, rng, state)
-
-    def train(
-        self, checkpointer: Checkpointer, first: int, plan: Plan, options: Options, log: MetricsLog | None
-    ) -> list[float]:
-        """**Collective.** Steps `first` to `plan.last_step`; returns their losses."""
-        settings, optimizer, comm = self.settings, self.optimizer, self.comm
-        every = options.log_every or max(1, (plan.last_step - first + 1) // 20)
-        losses = []
-        with console.StepTable(first, plan.last_step, every, enabled=comm.rank == 0) as table:
-            for step in range(first, plan.last_step + 1):
-                began = time.perf_counter()
-                progress = self.state["progress"]
-                tokens, targets = self.data.batch(progress["cursor"], settings.global_batch, comm.rank, comm.size)
-                self._add_noise(tokens)
-                loss_sum = self.model.loss_and_gradients(optimizer.params, tokens, targets, optimizer.grads)
-                result = optimizer.step(progress["lr"], tokens.size, loss_sum)
-                checks.check_replicas(comm, step, result.param_norm)
-                progress["step"] = step
-                progress["cursor"] += settings.global_batch
-                progress["optimizer_steps"] = optimizer.steps_taken
-                seconds = time.perf_counter() - began
-                losses.append(result.loss)
-                if log:
-                    row = _row(step, result, progress["lr"], seconds, settings)
-                    log.write(row)
-                    table.row(row)
-                self._save(checkpointer, step, last=step == plan.last_step)
-        return losses
-
-    def _add_noise(self, tokens: np.ndarray) -> None:
-        """Word dropout (Iyyer et al., ACL 2015): replace input tokens by random ones, from this rank's generator."""
-        if self.settings.token_noise > 0:
-            hit = self.rng.random(tokens.shape) < self.settings.token_noise
-            tokens[hit] = self.rng.integers(self.settings.model.vocab_size, size=int(hit.sum()))
-
-    def _save(self, checkpointer: Checkpointer, step: int, *, last: bool) -> None:
-        about: dict[str, Any] = {
-            "meta": {"settings": self.settings.to_json(), "cursor": self.state["progress"]["cursor"]},
-            "index": {p.name: (p.start, p.shape) for p in self.settings.model.parameters()},
-        }
-        if not checkpointer.save_if_due(step, self.state, **about) and last:
-            checkpointer.save(step, self.state, **about)
+def _row(step: int, result: StepResult, settings: Settings, seconds: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": result.loss,
+        "lr": settings.lr,
+        "param_norm": result.param_norm,
+        "grad_norm": result.grad_norm,
+        "step_seconds": seconds,
+        "tokens_per_second": settings.global_batch * settings.model.seq_len / seconds,
+    }
 
 
 def _open_data(plan: Plan) -> Dataset:
@@ -153,42 +114,24 @@ def _open_data(plan: Plan) -> Dataset:
 
 
 def _resume(checkpointer: Checkpointer, trainer: Trainer, plan: Plan, options: Options) -> int:
-    """**Collective.** Restore what there is; returns the first step to train."""
+    """**Collective.** Restore what there is; returns the step after which training continues, 0 for none."""
     world_size = "any" if options.elastic else "same"
     found = checkpointer.restore(trainer.state, plan.resume_from, world_size=world_size, on_damage=options.on_damage)
     if found is None:
-        return 1
+        return 0
     if plan.resume_from is not None:
         checkpointer.discard_after(found.step)
-    trainer.optimizer.steps_taken = trainer.state["progress"]["optimizer_steps"]
-    trainer.optimizer.gather_parameters()
+    trainer.restored()
     if trainer.comm.rank == 0:
         print(f"resumed {plan.run_dir} after step {found.step}", flush=True)
-    return found.step + 1
-
-
-def _reseed(old: list[Any], rank: int, size: int) -> np.random.Generator:
-    """The stream of a rank after a change of their number: seeded by what old rank 0 would have drawn next."""
-    return np.random.default_rng([*old[0].build().integers(2**63, size=4).tolist(), rank, size])
-
-
-def _row(step: int, result: Any, lr: float, seconds: float, settings: Settings) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": result.loss,
-        "lr": lr,
-        "param_norm": result.param_norm,
-        "grad_norm": result.grad_norm,
-        "step_seconds": seconds,
-        "tokens_per_second": settings.global_batch * settings.model.seq_len / seconds,
-    }
+    return found.step
 
 
 def _check_results(
-    comm: MPI.Comm, council: Council, checkpointer: Checkpointer, trainer: Trainer, plan: Plan, losses: list[float]
+    council: Council, checkpointer: Checkpointer, trainer: Trainer, plan: Plan, losses: list[float]
 ) -> None:
     """**Collective.** The checks at the end of a launch, and their report."""
-    optimizer = trainer.optimizer
+    comm, optimizer = trainer.comm, trainer.optimizer
     council.everywhere(lambda: checks.check_optimizer_bytes(optimizer, comm.rank))
     memory = [optimizer.params.nbytes, optimizer.grads.nbytes, optimizer.optimizer_bytes, checks.resident_bytes()]
     rows = gather_rows(comm, memory)
@@ -198,7 +141,8 @@ def _check_results(
         console.print_memory(rows.tolist(), optimizer.params.size)
         console.print_manifest(manifest, names.step_dir(checkpointer.root, plan.last_step))
         print(f"resume verified: step {plan.last_step} read back is the state in memory, bit for bit, on every rank")
-    if plan.fresh and len(losses) == 20 and _is_default(plan.settings, comm.size):
+    whole_default_run = plan.fresh and len(losses) == 20 and _is_default(plan.settings, comm.size)
+    if whole_default_run:
         checks.check_loss_falls(losses)
 
 

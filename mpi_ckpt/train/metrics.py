@@ -8,6 +8,7 @@ An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes
     commit      nbytes, commit_seconds   the step is committed and durable
     prune                                a committed step was deleted, by retention
     restore     restore_seconds          training continues after `step`
+    damage      error                    the step was found damaged and set aside
     finish      reason                   the launch ends: "finished" or "stop-at"
 
 Of repeated steps the last row counts. Each line is one O_APPEND write, and a step's row is written before that step can

@@ -4,7 +4,7 @@
 
 LIST.json holds objects {"root": ..., "save": [step, tag] that was interrupted, "before": [[step, tag], ...] that had
 been committed, "newest": the outcomes that are right for the newest step, "then": what is saved after the restart, of
-"same" and "next" step}. Prints what is wrong on rank 0; the status is 1 then.
+"same" and "next" step, "foreign": names that must stay}. Prints what is wrong on rank 0; the status is 1 then.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def restored(ckpt: Checkpointer, step: int | None = None) -> list[Any] | None:
     return [found.step, mine["tag"]]
 
 
-def litter(root: Path) -> list[str]:
-    """Everything below `root` that belongs to no committed step."""
+def litter(root: Path, foreign: list[str]) -> list[str]:
+    """Everything below `root` that belongs to no committed step, and is not foreign."""
     found = []
     for directory in root.glob("step_*"):
         manifest = directory / "manifest.json"
@@ -47,7 +47,7 @@ def litter(root: Path) -> list[str]:
         listed = {"manifest.json", *(shard["path"] for shard in shards)}
         found += [f"{directory.name}/{name}" for name in sorted(set(os.listdir(directory)) - listed)]
         found += [] if shards else [directory.name]
-    return found
+    return [name for name in found if not any(f"{each}/".startswith(f"{name}/") for each in foreign)]
 
 
 def check_verify(root: Path, steps: list[int]) -> None:
@@ -76,7 +76,7 @@ def examine(root: Path, entry: dict[str, Any]) -> None:
             number = step + (which == "next")
             ckpt.save(number, state(comm.rank, comm.size, number, which), overwrite=number in steps)
             assert restored(ckpt, number) == [number, which]
-            left = comm.bcast(litter(root))
+            left = comm.bcast(litter(root, entry.get("foreign", [])))
             assert not left, f"after saving step {number} there is still {left}"
         steps = ckpt.all_steps()
         comm.rank or check_verify(root, steps)
