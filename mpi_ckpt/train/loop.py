@@ -69,6 +69,7 @@ def train(
 ) -> list[float]:
     """**Collective.** Steps `first` to `last`, checkpointed when due and at the end; returns their losses."""
     settings = trainer.settings
+    stored = settings.to_json()
     index = {p.name: (p.start, p.shape) for p in settings.model.parameters()}
     losses = []
     for step in range(first, last + 1):
@@ -80,7 +81,7 @@ def train(
             row = _row(step, result, settings, time.perf_counter() - began)
             log.write(row)
             table.row(row)
-        meta = {"settings": settings.to_json(), "cursor": trainer.state["progress"]["cursor"]}
+        meta = {"settings": stored, "cursor": trainer.state["progress"]["cursor"]}
         about: dict[str, Any] = {"meta": meta, "metrics": {"loss": result.loss}, "index": index}
         if not checkpointer.save_if_due(step, trainer.state, **about) and step == last:
             checkpointer.save(step, trainer.state, **about)
