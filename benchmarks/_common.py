@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -91,6 +93,13 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
+def meet(comm: Any) -> None:
+    """**Collective.** A barrier that sleeps: a rank that only waits must not take the core of one that works."""
+    done = comm.Ibarrier()
+    while not done.Test():
+        time.sleep(5e-4)
+
+
 def spread(values: Sequence[float]) -> str:
     """The range of a measurement beside its median: `lowest - highest`."""
     return f"{min(values):.2f} - {max(values):.2f}"
@@ -130,10 +139,29 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def versions(*modules: str) -> dict[str, str]:
+    """On a rank: the versions of the MPI library, mpi4py, NumPy and these distributions."""
+    from mpi4py import MPI
+
+    mpi = " ".join(MPI.Get_library_version().splitlines()[0].split())
+    return {"mpi": mpi, **{name: version(name) for name in ("mpi4py", "numpy", *modules)}}
+
+
 def write_json(path: str | None, figures: dict[str, float], **details: Any) -> None:
     """Write `{"figures": {...}, ...}` to `path`, if there is one."""
     if path is not None:
         Path(path).write_text(json.dumps({"figures": figures, **details}, indent=2) + "\n")
 
 
-__all__ = ["find_mpirun", "machine", "median", "require", "run_ranks", "spread", "table", "write_json"]
+__all__ = [
+    "find_mpirun",
+    "machine",
+    "median",
+    "meet",
+    "require",
+    "run_ranks",
+    "spread",
+    "table",
+    "versions",
+    "write_json",
+]

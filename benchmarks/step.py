@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _common import machine, median, require, run_ranks, spread, table, write_json
+from _common import machine, median, meet, require, run_ranks, spread, table, write_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpi_ckpt.model.config import ModelConfig
+    from mpi_ckpt.train.data import Dataset
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "seq_len": 16},
@@ -44,9 +45,9 @@ BATCH = 4  # sequences a rank
 LEARNING_RATE = 1e-3
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WINDOW_SECONDS = 1.0
+CHECKED_STEPS = 5  # the sides must agree in their losses to 1e-3: the fp16 parameters of ours round
 WARM_UP_STEPS = 10
 
-Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # number of the step from 0 -> this rank's inputs, targets
 Step = Callable[[int], float]  # number of the step from 0 -> loss
 
 
@@ -99,7 +100,7 @@ def work(size: str, rounds: int, result: str) -> None:
         raise RuntimeError(f"found {comm.size} ranks, expected {RANKS[size]}: mpirun and mpi4py are of different MPIs")
     with tempfile.TemporaryDirectory() as run_dir:
         sides = build(comm, size, Path(run_dir))
-        done = dict.fromkeys(sides, 0)
+        done = dict.fromkeys(sides, CHECKED_STEPS)  # `build` has taken these
 
         def measure(name: str, steps: int) -> float:
             done[name] += steps
@@ -119,7 +120,7 @@ def work(size: str, rounds: int, result: str) -> None:
 
 
 def build(comm: MPI.Comm, size: str, run_dir: Path) -> dict[str, Step]:
-    """**Collective.** The step of every side. Raises RuntimeError unless all begin with the same loss."""
+    """**Collective.** The step of every side. Raises RuntimeError unless all have the same losses."""
     from _torch_peer import join_gloo, torch_step
 
     from mpi_ckpt.model.config import ModelConfig
@@ -136,31 +137,37 @@ def build(comm: MPI.Comm, size: str, run_dir: Path) -> dict[str, Step]:
     flat = MiniGPT(config, BATCH).initial_parameters(0)
     join_gloo(comm)
     sides = {
-        "ours": our_step(comm, config, flat, batch, run_dir),
+        "ours": our_step(comm, config, data, run_dir),
         "torch": torch_step(config, flat, batch, {"lr": LEARNING_RATE, **ADAMW}, tuned=False),
         "torch, tuned": torch_step(config, flat, batch, {"lr": LEARNING_RATE, **ADAMW}, tuned=True),
     }
-    losses = {name: comm.allreduce(step(0)) / comm.size for name, step in sides.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-3:  # fp16 parameters are good for 4e-4
-        raise RuntimeError(f"the sides do not compute the same model: first losses {losses}")
+    losses = [[comm.allreduce(step(k)) / comm.size for k in range(CHECKED_STEPS)] for step in sides.values()]
+    if np.ptp(losses, axis=0).max() > 1e-3:
+        raise RuntimeError(f"the sides do not train the same model; losses of {', '.join(sides)}: {losses}")
     return sides
 
 
-def our_step(comm: MPI.Comm, config: ModelConfig, flat: np.ndarray, batch: Batches, run_dir: Path) -> Step:
-    """**Collective.** A function that takes one step as the training loop does and returns the loss of all ranks."""
-    from mpi_ckpt.model.gpt import MiniGPT
-    from mpi_ckpt.parallel.zero import ZeroOptimizer
+def our_step(comm: MPI.Comm, config: ModelConfig, data: Dataset, run_dir: Path) -> Step:
+    """**Collective.** A function that takes the run's next step as the training loop does; gives the loss of all ranks."""
     from mpi_ckpt.train.checks import check_replicas
+    from mpi_ckpt.train.config import Settings
     from mpi_ckpt.train.metrics import MetricsLog
+    from mpi_ckpt.train.trainer import Trainer
 
-    model = MiniGPT(config, BATCH)
-    optimizer = ZeroOptimizer(comm, flat, **ADAMW)
+    settings = Settings(
+        model=config,
+        global_batch=BATCH * comm.size,
+        lr=LEARNING_RATE,
+        beta1=ADAMW["betas"][0],
+        beta2=ADAMW["betas"][1],
+        eps=ADAMW["eps"],
+        weight_decay=ADAMW["weight_decay"],
+    )
+    trainer = Trainer.build(comm, settings, data)
     log = MetricsLog(run_dir) if comm.rank == 0 else None
 
     def step(number: int) -> float:
-        tokens, targets = batch(number)
-        loss_sum = model.loss_and_gradients(optimizer.params, tokens, targets, optimizer.grads)
-        result = optimizer.step(LEARNING_RATE, tokens.size, loss_sum)
+        result = trainer.step()
         check_replicas(comm, number, result.param_norm)
         if log:
             log.write({"step": number, **result._asdict()})
@@ -176,9 +183,7 @@ def window(comm: MPI.Comm, step: Step, first: int, count: int) -> float:
     for number in range(first, first + count):
         step(number)
     seconds = time.perf_counter() - start
-    done = comm.Ibarrier()
-    while not done.Test():
-        time.sleep(5e-4)
+    meet(comm)
     return max(comm.allgather(seconds)) / count
 
 

@@ -1,42 +1,85 @@
-"""`python -m mpi_ckpt VERB ...`: flags, help and exit statuses. No MPI; the work is done in `tools`, a file a verb."""
+"""`python -m mpi_ckpt VERB ...`: the table of verbs, help, errors and exit statuses. No MPI.
+
+A verb is a module of `tools` with HELP, DESCRIPTION, EXAMPLE, `add_arguments(parser)` and `run(arguments) -> status`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
+import textwrap
+from types import ModuleType
 
-from mpi_ckpt.errors import CheckpointError
-from mpi_ckpt.tools.locate import checkpoints_root
-from mpi_ckpt.tools.verify import verify
+from mpi_ckpt.errors import CheckpointError, NoCheckpoint
+from mpi_ckpt.tools import diff, export, import_model, ls, pin, prune, reshard, show, status, unpin, verify, view
+
+VERBS: dict[str, ModuleType] = {
+    "ls": ls,
+    "show": show,
+    "verify": verify,
+    "diff": diff,
+    "reshard": reshard,
+    "prune": prune,
+    "pin": pin,
+    "unpin": unpin,
+    "view": view,
+    "export": export,
+    "import": import_model,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0 success, 1 what was asked about is not well, 2 bad usage."""
-    arguments = _parser().parse_args(argv)
+    """Run one verb; returns the exit status, see `tools.status`."""
     try:
-        return arguments.run(arguments)
+        arguments = _parser().parse_args(argv)
+        found = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a reader who has gone can be noticed
+        return found
+    except NoCheckpoint as error:
+        return _fail(error, status.NOTHING_THERE)
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, status.NOT_WELL)
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status.BROKEN_PIPE
+    except OSError as error:
+        return _fail(error, status.NOT_WELL)
+    except KeyboardInterrupt:
+        return _fail("interrupted", status.INTERRUPTED)
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+class _Help(argparse.HelpFormatter):
+    """Paragraphs filled to the terminal's width; those with indented lines, tables and examples, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(p if "\n  " in f"\n{p}" else textwrap.fill(p, width) for p in paragraphs)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpi_ckpt", description="Look after the checkpoints of a run.")
+    epilog = f"`python -m mpi_ckpt VERB --help` explains a verb.\n\n{status.table()}"
+    parser = argparse.ArgumentParser(
+        prog="python -m mpi_ckpt",
+        description="Look after the checkpoints of a run. No verb needs MPI.",
+        epilog=epilog,
+        formatter_class=_Help,
+    )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    verb = verbs.add_parser("verify", help="read every committed step and compare it with its manifest")
-    verb.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's directory, or that of its checkpoints")
-    verb.add_argument("--quick", action="store_true", help="compare crc32c instead of sha256")
-    verb.set_defaults(run=_verify)
+    for name, module in VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=f"example:\n  {module.EXAMPLE}\n\n{status.table()}",
+            formatter_class=_Help,
+        )
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
     return parser
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    damaged = 0
-    for verdict in verify(checkpoints_root(arguments.run_dir), quick=arguments.quick):
-        state = "intact" if verdict.intact else "DAMAGED"
-        print(f"step {verdict.step:8d}  {verdict.nbytes:14d} bytes  {state}")
-        for fault in verdict.faults:
-            print(f"  {fault}")
-        damaged += not verdict.intact
-    return 1 if damaged else 0

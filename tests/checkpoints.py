@@ -80,14 +80,21 @@ def meet(comm) -> None:
 
 @contextlib.contextmanager
 def first_ranks(comm, n: int) -> Iterator[Any]:
-    """The communicator of the first `n` ranks; None on the others, which wait at the end."""
+    """The communicator of the first `n` ranks; None on the others, which wait at the end. An error is everyone's."""
     from mpi4py import MPI
 
     part = comm.Split(0 if comm.rank < n else MPI.UNDEFINED, comm.rank)
-    yield part if comm.rank < n else None
+    error: Exception | None = None
+    try:
+        yield part if comm.rank < n else None
+    except Exception as caught:
+        error = caught
+    meet(comm)
     if comm.rank < n:
         part.Free()
-    meet(comm)
+    errors = comm.allgather(error and f"{type(error).__name__}: {error}")
+    if any(errors):
+        raise AssertionError(f"by rank: {errors}") from error
 
 
 def on_one(comm, work: Callable[[], object]) -> None:
@@ -98,7 +105,7 @@ def on_one(comm, work: Callable[[], object]) -> None:
 
 
 def holds_on_all_ranks(comm, strategy, examples: int, check: Callable[[Any], None]) -> None:
-    """`check(example)` on every rank for the same examples, which rank 0 draws; a failure on any rank is shrunk there."""
+    """`check(example)` on every rank for the examples that rank 0 draws; it shrinks what fails on any of them."""
 
     def attempt(example) -> None:
         failure = None

@@ -437,7 +437,7 @@ def test_records_that_are_not_those_of_all_ranks_or_do_not_tile_are_refused_when
             build_manifest(wrong, **changes)
     with pytest.raises(LayoutMismatch, match="gap"):
         build_manifest([*records[:2], records[2]._replace(blocks={})], **changes)
-    with pytest.raises(LayoutMismatch, match="second.bias"):
+    with pytest.raises(LayoutMismatch, match=r"second\.bias"):
         build_manifest(records, **(changes | {"index": {"second.bias": (1000, (10,))}}))
 
 

@@ -116,6 +116,8 @@ def test_own_files_are_told_from_foreign_ones(tmp_path):
     for name in [*own, "notes.txt", "rank1.h5", "manifest.json.bak", "rank00000.h5~", "pinned.txt"]:
         (tmp_path / name).touch()
     (tmp_path / "rank00007.h5").mkdir()
+    (tmp_path / "rank00008.h5").symlink_to(tmp_path / "rank00007.h5")  # a link goes, what it leads to stays
+    own.append("rank00008.h5")
     assert [path.name for path in names.own_files(tmp_path)] == sorted(own)
     assert names.own_files(tmp_path / "none") == []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
+import time
 
 import crc32c
 import h5py
@@ -23,7 +25,7 @@ QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 
 @st.composite
 def arrays(draw):
-    """An array of any shape with zeros in it, any dtype, in C or Fortran order, strided, reversed, swapped, read-only."""
+    """An array of any shape (zeros in it too) and dtype, in any order, strided, reversed, swapped or read-only."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
     array = bits(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
     look = draw(st.sampled_from(["plain", "fortran", "strided", "reversed", "swapped", "read-only"]))
@@ -40,12 +42,17 @@ def arrays(draw):
     return array
 
 
+def compatible(keys):
+    """No key is a level of another (`a` and `a/b`): HDF5 cannot have both."""
+    return not any(one != other and other.startswith(f"{one}/") for one in keys for other in keys)
+
+
 @st.composite
 def blocks(draw):
     """Blocks of several keys, some of them with several blocks, each somewhere in a larger global array."""
     keys = st.text("abc./é ", min_size=1, max_size=6).filter(lambda k: all(p.strip(". ") for p in k.split("/")))
     found = []
-    for key in draw(st.lists(keys, max_size=4, unique=True)):
+    for key in draw(st.lists(keys, max_size=4, unique=True).filter(compatible)):
         for _ in range(draw(st.integers(1, 3))):
             array = draw(arrays())
             start = tuple(draw(st.integers(0, 1000)) for _ in array.shape)
@@ -67,11 +74,7 @@ def targets(record, written):
 @QUICK
 @given(written=blocks(), values=st.binary(max_size=100))
 def test_any_blocks_come_back_bit_for_bit(tmp_path, written, values):
-    try:
-        path, record = save_shard(tmp_path, written, values)
-    except UnsupportedState as error:
-        assert "same name" in error.what  # keys like 'a' and 'a/b', which HDF5 cannot both have
-        return
+    path, record = save_shard(tmp_path, written, values)
     for verify in ("full", "quick", "none"):
         found = targets(record, written)
         read_shard(path, record, [(block, out) for block, out, _ in found], verify)
@@ -82,10 +85,7 @@ def test_any_blocks_come_back_bit_for_bit(tmp_path, written, values):
 @QUICK
 @given(written=blocks(), values=st.binary(max_size=100))
 def test_plain_h5py_reads_the_same_arrays_and_attributes(tmp_path, written, values):
-    try:
-        path, record = save_shard(tmp_path, written, values, rank=2, size=4)
-    except UnsupportedState:
-        return
+    path, record = save_shard(tmp_path, written, values, rank=2, size=4)
     counts = {block.key: sum(other.key == block.key for other in written) for block in written}
     seen: dict[str, int] = {}
     with h5py.File(path) as file:
@@ -145,12 +145,13 @@ def test_h5dump_reads_it(tmp_path):
     assert "(0): 0, 1, 2, 3, 4, 5, 6" in data
 
 
-def test_the_same_state_makes_the_same_bytes(tmp_path):
+def test_the_same_state_makes_the_same_bytes_at_any_time(tmp_path):
     digests = set()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        path, _ = save_shard(tmp_path / name, [to_write("a", bits((1009,), "<f4"))])
+        path, _ = save_shard(tmp_path / name, [to_write("a/b", bits((1009,), "<f4"))])
         digests.add(sha256(path))
+        time.sleep(1.1)  # HDF5 may keep times, in seconds
     assert len(digests) == 1
 
 
@@ -169,7 +170,7 @@ def test_every_dataset_is_aligned_and_behind_the_metadata_and_the_table_is_last(
     assert all(offset % 4096 == 0 for offset, _, _ in found)
     assert [name for _, _, name in found[-2:]] == ["values", "crc32c"]
     assert sum(found[-1][:2]) == record.nbytes == path.stat().st_size
-    gaps = [after[0] - before[0] - before[1] for before, after in zip(found, found[1:], strict=False)]
+    gaps = [after[0] - before[0] - before[1] for before, after in itertools.pairwise(found)]
     assert max(gaps) < 4096  # nothing but padding between them: all metadata is in front
     assert found[0][0] < 2 * MIB
 
@@ -231,7 +232,7 @@ def test_a_key_with_several_blocks_has_them_numbered(tmp_path):
         np.zeros(3, [("x", "<f4")]),
         np.zeros(3, np.longdouble),
         np.ma.masked_array([1.0, 2.0], mask=[True, False]),
-        np.zeros((1,) * 33),
+        *([np.zeros((1,) * 33)] if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else []),
     ],
     ids=lambda array: f"{type(array).__name__} {array.dtype} {array.ndim}",
 )
@@ -258,10 +259,12 @@ def test_an_array_that_is_not_its_block_is_refused(tmp_path):
         save_shard(tmp_path, [BlockToWrite("a", np.zeros(7), Block((0,), (8,)), (8,))])
 
 
-def test_a_leftover_of_a_crash_is_overwritten(tmp_path):
-    names.tmp(tmp_path / "rank00000.h5").write_bytes(b"x" * 10 * MIB)
-    path, record = save_shard(tmp_path, [to_write("a", np.arange(57))])
-    verify_file(path, record)
+def test_a_file_that_is_there_is_neither_written_into_nor_removed(tmp_path):
+    leftover = names.tmp(tmp_path / "rank00000.h5")
+    leftover.write_bytes(b"somebody writes this")
+    with nothing_left_behind(tmp_path), pytest.raises(FileExistsError):
+        save_shard(tmp_path, [to_write("a", np.arange(57))])
+    assert leftover.read_bytes() == b"somebody writes this"
 
 
 def test_the_state_may_change_before_the_next_save(tmp_path):

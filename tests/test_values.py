@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpi_ckpt import Checkpointer, PerRank, UnsupportedState
-from mpi_ckpt.checkpoint import values
+from mpi_ckpt import Checkpointer, LayoutMismatch, PerRank, UnsupportedState
+from mpi_ckpt.checkpoint import snapshot, values
 from mpi_ckpt.checkpoint.state import walk
 from tests.checkpoints import DTYPES, bits, raised
 
@@ -183,11 +183,8 @@ REFUSED = {
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED.keys())
 def test_anything_else_is_refused_by_key_and_type_at_any_depth(value):
     for held in (value, [value], (1, value), {"k": value}, {1: value}):
-        with pytest.raises(UnsupportedState) as caught:
-            leaves = walk({"settings": {"x": held}})
-            for key, (parent, name) in leaves.values.items():
-                values.encode(key, parent[name])
-        assert "settings" in str(caught.value)
+        with pytest.raises(UnsupportedState, match="settings"):
+            snapshot.take(walk({"settings": {"x": held}}), rank=0)
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {1: inner}])
@@ -248,7 +245,7 @@ def test_a_generator_among_plain_values_is_refused_because_only_a_copy_could_com
         for held in ([generator], (generator,), {1: [generator]}):
             with pytest.raises(UnsupportedState, match=r"'rngs'.*dict"):
                 values.encode("rngs", held)
-            with pytest.raises(UnsupportedState, match=r"'rngs'"):
+            with pytest.raises(UnsupportedState, match=r"'rngs/a'"):
                 values.encode("rngs", {"a": held})
 
 
@@ -272,8 +269,6 @@ def test_values_come_back_through_files_and_refusals_reach_every_rank(comm, shar
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_a_generator_is_restored_only_into_one_of_its_kind(comm, shared_path):
-    from mpi_ckpt import LayoutMismatch
-
     root = shared_path / "c"
     with Checkpointer(root, comm) as checkpointer:
         checkpointer.save(1, {"a": np.random.default_rng(1), "b": PerRank(random.Random(1)), "c": 5})

@@ -24,13 +24,11 @@ class Cadence:
         """The cadence that `every` names. Raises ValueError saying what was found and what is expected."""
         if every is None:
             return cls()
-        if not isinstance(every, str):
-            raise ValueError(f"every: found {every!r}, expected {_FORM}")
         if every == "auto":
             return cls(
                 mean_time_between_failures=parse_duration("mean_time_between_failures", mean_time_between_failures)
             )
-        match = re.fullmatch(r"([1-9]\d*)\s*steps?", every.strip())
+        match = re.fullmatch(r"([1-9]\d*)\s*steps?", str(every).strip())
         if match:
             return cls(steps=int(match[1]))
         return cls(seconds=parse_duration("every", every))
@@ -67,7 +65,7 @@ def optimal_interval(cost: float, mean_time_between_failures: float) -> float:
 
 def parse_duration(name: str, text: str) -> float:
     """Seconds in '90s', '10min', '2h', '1d'. Raises ValueError naming the option, found and expected."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", str(text).strip())
     if not match or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"{name}: found {text!r}, expected {_FORM}")
     return float(match[1]) * _UNITS[match[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import secrets
@@ -20,7 +21,7 @@ from mpi_ckpt.checkpoint.state import State, walk
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.comm.threads import threads_may_communicate
 from mpi_ckpt.errors import CheckpointError, UnsupportedState
-from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.lock import WriterLock
 from mpi_ckpt.storage.manifest import ShardManifest, ShardRecord
 
@@ -54,7 +55,7 @@ class Checkpointer:
     those with a `pinned` file in their directory, and the step restored from until a newer one is committed. With
     `async_io` a save returns as soon as the state is copied, and commits by itself. `timeout` is the number of seconds
     after which a silent rank fails a save. `on_event` is called on every rank with a dict, at times from another
-    thread. A `read_only` checkpointer takes no lock and changes nothing.
+    thread; what it raises is logged. A `read_only` checkpointer takes no lock and changes nothing.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Checkpointer:
         self.root = Path(root)
         self._cadence = Cadence.parse(every, mean_time_between_failures)
         policy = retention.Policy(keep, keep_every, best_metric, best_mode, keep_best)
-        self._on_event = on_event or (lambda event: None)
+        self._on_event = _forgiving(on_event)
         self._rotation = Rotation(self.root, policy, self._on_event)
         self._read_only = read_only
         # Two activities on one communicator would meet each other's messages: each has its own.
@@ -93,6 +94,7 @@ class Checkpointer:
         self._began = self._last_save = time.monotonic()
         self._seconds_before = 0.0  # of the launches that this one continues
         self._cost: float | None = None  # seconds that the last save kept the application waiting
+        self._closed = False
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -140,9 +142,9 @@ class Checkpointer:
             launch_id=self._launch_id,
             nbytes=nbytes,
             overwrite=overwrite,
-            meta=meta or {},
-            metrics=metrics or {},
-            index=index or {},
+            meta=copy.deepcopy(meta or {}),  # the caller may change its own while the save is in flight
+            metrics=dict(metrics or {}),
+            index=copy.deepcopy(index or {}),
             wall_clock_seconds=self.wall_clock_seconds,
         )
         self._last_save = time.monotonic()
@@ -175,14 +177,14 @@ class Checkpointer:
 
     def _commit(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
         """**Collective.** The protocol, with room made before it, and what may follow only after it."""
-        self._rotation.make_room(self._commits)
+        self._rotation.make_room(self._commits, request.launch_id, request.step)
         commit.commit(self._commits, request, taken)
         self._committed(request, began)
 
     def _commit_later(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
         """**Collective.** The same where MPI allows one thread only: this rank's file is written in the background,
         all that needs messages waits for the next call of the application."""
-        self._rotation.make_room(self._commits)
+        self._rotation.make_room(self._commits, request.launch_id, request.step)
         place = commit.prepare(self._commits, request)
 
         def conclude(written: Callable[[], ShardRecord]) -> None:
@@ -195,9 +197,7 @@ class Checkpointer:
         """**Collective.** The step is durable: say so, and let go of what it replaces."""
         seconds = time.monotonic() - began
         self._on_event({"event": "commit", "step": request.step, "nbytes": request.nbytes, "commit_seconds": seconds})
-        if self._rotation.held is not None and request.step > self._rotation.held:
-            self._rotation.held = None
-        self._rotation.after_commit(self._commits)
+        self._rotation.after_commit(self._commits, request.launch_id, request.step)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +255,7 @@ class Checkpointer:
 
         def discard() -> list[int]:
             self._check_writable()
+            lock.check_owner(self.root, self._launch_id)
             later = [s for s in reversed(names.list_steps(self.root)) if s > step]
             return retention.prune(self.root, later)
 
@@ -276,7 +277,13 @@ class Checkpointer:
         self._background.collect()
 
     def close(self) -> None:
-        """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error."""
+        """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error.
+
+        Closing again does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait_until_finished()
         finally:
@@ -320,6 +327,19 @@ class Checkpointer:
             raise CheckpointError(
                 "a read-only checkpointer cannot save", path=self.root, action="Open it without read_only=True."
             )
+
+
+def _forgiving(on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
+    """An observer that cannot keep its rank, by failing, from what the others wait for: its exceptions are logged."""
+
+    def tell(event: Event) -> None:
+        try:
+            if on_event is not None:
+                on_event(event)
+        except Exception:
+            logger.exception("on_event failed, going on: %s", event)
+
+    return tell
 
 
 def _check_step(step: int) -> int:

@@ -1,7 +1,7 @@
 """THE commit protocol: how a step becomes visible, once and whole.
 
     prepare   rank 0 draws the save id, cleans leftovers and makes the step's directory       then all agree
-    write     every rank: rankNNNNN.h5.tmp, data, fsync; then rename, fsync of the directory
+    write     every rank: rankNNNNN-<save id>.h5.tmp, data, fsync; then rename to rankNNNNN.h5, fsync of the directory
     vote      every rank reports its file's digests, or its error                             any error: nothing commits
     commit    rank 0, holding all reports: is the lock still ours? then manifest.json by rename, fsync of the directory
     learn     every rank hears the outcome from rank 0; only now is anything older deleted
@@ -25,7 +25,7 @@ from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.environment import environment
 from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.errors import CheckpointError, OutcomeUnknown, RankSilent, SaveFailed, StepExists
+from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardRecord, write_shard
@@ -60,6 +60,7 @@ class Place:
     """Where this rank's file of a save goes, as agreed."""
 
     path: Path
+    temporary: Path  # with the save id in its name: an orphan of an older launch must not write into the same file
     attributes: ShardAttributes
     replaces: bool  # files of an older save of the same step lie beside it
 
@@ -75,18 +76,19 @@ def commit(council: Council, request: Request, snapshot: Snapshot) -> None:
 
 def prepare(council: Council, request: Request) -> Place:
     """**Collective.** Agree on a place for the step; every earlier leftover is gone then."""
-    save_id, suffix = council.share(lambda: _prepare(request), otherwise=SaveFailed)
+    save_id, suffix = council.agree(lambda: request.step, lambda found: _prepare(request, found), otherwise=SaveFailed)
     path = request.directory / names.shard_name(council.rank, suffix)
-    return Place(path, ShardAttributes(save_id, council.rank, council.size, request.step), suffix is not None)
+    temporary = names.tmp(request.directory / names.shard_name(council.rank, save_id))
+    attributes = ShardAttributes(save_id, council.rank, council.size, request.step)
+    return Place(path, temporary, attributes, replaces=suffix is not None)
 
 
 def write(request: Request, snapshot: Snapshot, place: Place) -> ShardRecord:
     """**Local.** This rank's own file, complete and durable under its final name."""
-    temporary = names.tmp(place.path)
-    record = write_shard(temporary, snapshot.blocks, snapshot.values, place.attributes)
+    record = write_shard(place.temporary, snapshot.blocks, snapshot.values, place.attributes)
     lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
-    atomic.publish(temporary, place.path)
-    return record
+    atomic.publish(place.temporary, place.path)
+    return record._replace(path=place.path.name)
 
 
 def finish(
@@ -106,14 +108,22 @@ def finish(
         message = f"outcome unknown: {error.what}"
         raise OutcomeUnknown(message, path=place.path, rank=error.rank, action=_LOOK) from error
     except CheckpointError:
-        _withdraw(place.path)
+        _withdraw(request, place)
         raise
     if council.rank == 0 and place.replaces:
         steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
 
 
-def _prepare(request: Request) -> tuple[str, str | None]:
+def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
     """Rank 0: a directory to write into, the save id, and the id again if file names have to carry it."""
+    if set(found) != {request.step}:  # a rank that is elsewhere would write into another step's directory
+        raise SaveFailed(
+            "the ranks save different steps",
+            path=request.root,
+            found=f"steps {', '.join(map(str, sorted(set(found))))}",
+            expected="the same step on every rank",
+            action="See why the ranks' loops have come apart.",
+        )
     lock.check_owner(request.root, request.launch_id)
     if steps.is_committed(request.directory) and not request.overwrite:
         raise step_exists(request.root, request.step)
@@ -168,11 +178,12 @@ def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:
         ) from cause
 
 
-def _withdraw(path: Path) -> None:
+def _withdraw(request: Request, place: Place) -> None:
     """This rank's files of a save that did not commit. What cannot be removed now is garbage for the next writer."""
     try:
-        atomic.remove(names.tmp(path), path, missing_ok=True)
-    except OSError as error:
+        lock.check_owner(request.root, request.launch_id)  # else these names are those of a successor's files
+        atomic.remove(place.temporary, place.path, missing_ok=True)
+    except (OSError, DirectoryInUse) as error:
         logger.warning("cannot remove a file of a failed save, going on: %s", error)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_ckpt.errors import LayoutMismatch, NoCheckpoint
+from mpi_ckpt.checkpoint.steps import find_committed
+from mpi_ckpt.errors import LayoutMismatch
 from mpi_ckpt.layout import Block, overlap
-from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import BlockRecord, IndexRecord, ShardManifest, flat_arrays, read_manifest
 from mpi_ckpt.storage.shard_file import check_structure, map_block, read_blocks
 
@@ -33,7 +33,7 @@ def read(
     mapped, read-only. Raises NoCheckpoint, LayoutMismatch for a name or region that is not there, MissingShard,
     CorruptShard, InvalidManifest.
     """
-    directory = _directory(Path(root), step)
+    directory = find_committed(Path(root), step)
     manifest = read_manifest(directory)
     if name in manifest.arrays:
         wanted = _box(name, manifest.arrays[name].shape, region)
@@ -48,19 +48,6 @@ def read(
     flat = _read_box(directory, manifest, key, Block((entry.start + first,), (last + 1 - first,)), verify)
     strides = [int(np.prod(entry.shape[axis + 1 :], dtype=int)) * flat.itemsize for axis in range(len(entry.shape))]
     return np.lib.stride_tricks.as_strided(flat, wanted.shape, strides, writeable=flat.flags.writeable)
-
-
-def _directory(root: Path, step: int | None) -> Path:
-    steps = names.list_steps(root)
-    if not steps or (step is not None and step not in steps):
-        raise NoCheckpoint(
-            "there is no committed step" if step is None else f"step {step} is not committed",
-            path=root,
-            found=f"steps {', '.join(map(str, steps))}" if steps else "no committed step",
-            expected="a committed step" if step is None else f"step {step}",
-            action="Look with `python -m mpi_ckpt ls`.",
-        )
-    return names.step_dir(root, steps[-1] if step is None else step)
 
 
 def _parameter(directory: Path, manifest: ShardManifest, name: str) -> tuple[str, IndexRecord]:

@@ -11,7 +11,7 @@ from mpi_ckpt.checkpoint import retention, steps
 from mpi_ckpt.checkpoint.retention import Policy
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard, InvalidManifest, MissingShard, UnknownSchema
-from mpi_ckpt.storage import names
+from mpi_ckpt.storage import lock, names
 from mpi_ckpt.storage.manifest import read_manifest
 from mpi_ckpt.storage.shard_file import verify_file
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rotation:
-    """The steps below `root` under a retention policy; `held` is a step that must stay, set by its user.
+    """The steps below `root` under a retention policy; `held`, set by its user, stays until a newer step is committed.
 
     Its two methods run in the thread that commits, so deleting delays nobody.
     """
@@ -32,37 +32,50 @@ class Rotation:
         self._metrics: dict[int, dict[str, float]] = {}  # rank 0: read once a step
         self._verified: set[int] = set()
 
-    def make_room(self, council: Council) -> None:
-        """**Collective.** Delete before a save what it will push out, so that the disk never holds more than `keep`.
+    def make_room(self, council: Council, launch_id: str, step: int) -> None:
+        """**Collective.** Delete what saving `step` will push out, so that the disk never holds more than `keep`.
 
         Only after every step that will survive was read once and its crc32c found right; a damaged one is set aside and
-        counts no more. With `keep=1` nothing goes before the save.
+        counts no more. With `keep=1` nothing goes before the save, and a step that is saved again never does. Raises
+        DirectoryInUse where `launch_id` is not the one that holds the writer's lock any more: these steps are another's
+        to delete.
         """
-        doomed, survivors = council.share(lambda: self._plan(incoming=1))
-        for step in survivors if doomed else ():
-            if step not in self._verified and not self._verify(council, step):
-                return self.make_room(council)
+        doomed, survivors = council.share(lambda: self._plan(launch_id, saving=step))
+        for survivor in survivors if doomed else ():
+            if survivor not in self._verified and not self._verify(council, survivor):
+                return self.make_room(council, launch_id, step)
         self._prune(council, doomed)
         return None
 
-    def after_commit(self, council: Council) -> None:
-        """**Collective.** Delete what a committed save has pushed out."""
-        doomed, _ = council.share(lambda: self._plan(incoming=0))
+    def after_commit(self, council: Council, launch_id: str, step: int) -> None:
+        """**Collective.** Delete what the committed `step` has pushed out."""
+        if self.held is not None and step > self.held:
+            self.held = None
+        self._metrics.pop(step, None)  # of another save of the same step
+        self._verified.discard(step)
+        doomed, _ = council.share(lambda: self._plan(launch_id))
         self._prune(council, doomed)
 
-    def _plan(self, incoming: int) -> tuple[list[int], list[int]]:
+    def _plan(self, launch_id: str, saving: int | None = None) -> tuple[list[int], list[int]]:
         """Rank 0: the doomed steps, and the rotating ones that will survive them."""
+        lock.check_owner(self._root, launch_id)
         committed = names.list_steps(self._root)
-        held = {s for s in committed if s == self.held or steps.is_pinned(names.step_dir(self._root, s))}
+        held = {s for s in committed if s in (self.held, saving) or steps.is_pinned(names.step_dir(self._root, s))}
         if self._policy.best_metric is not None:
             for step in committed:
                 if step not in self._metrics:
-                    self._metrics[step] = dict(read_manifest(names.step_dir(self._root, step)).metrics)
+                    self._metrics[step] = self._read_metrics(step)
         doomed = retention.choose(
-            committed, self._policy, held=frozenset(held), metrics=self._metrics, incoming=incoming
+            committed, self._policy, held=frozenset(held), metrics=self._metrics, incoming=int(saving is not None)
         )
         newest = [step for step in committed if step not in doomed][-(self._policy.keep or 0) :]
         return doomed, newest
+
+    def _read_metrics(self, step: int) -> dict[str, float]:
+        try:
+            return dict(read_manifest(names.step_dir(self._root, step)).metrics)
+        except InvalidManifest:  # a damaged step is not the best one, and no reason to stop saving
+            return {}
 
     def _verify(self, council: Council, step: int) -> bool:
         """**Collective.** Whether the step is intact, every rank reading its part of the files."""

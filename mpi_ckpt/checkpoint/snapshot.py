@@ -98,9 +98,7 @@ def describe(leaves: Leaves, replicated: dict[str, Any]) -> Description:
     arrays = {key: ArrayRecord(stored_dtype(s[0].array), s[0].shape) for key, s in leaves.shards.items()}
     arrays |= {key: ArrayRecord(stored_dtype(a), a.shape, replicated=True) for key, a in leaves.arrays.items()}
     digests = {key: crc32c(values.dumps(value)) for key, value in replicated.items()}
-    digests |= {
-        key: crc32c(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for key, a in leaves.arrays.items()
-    }
+    digests |= {key: _digest(array) for key, array in leaves.arrays.items()}
     return Description(
         arrays=arrays,
         blocks={key: [shard.block for shard in shards] for key, shards in leaves.shards.items()},
@@ -108,6 +106,11 @@ def describe(leaves: Leaves, replicated: dict[str, Any]) -> Description:
         per_rank=tuple(leaves.per_rank),
         nbytes=sum(shard.array.nbytes for shards in leaves.shards.values() for shard in shards),
     )
+
+
+def _digest(array: np.ndarray) -> int:
+    """The crc32c of the bytes as they are stored, so that a rank's byte order makes no difference."""
+    return crc32c(np.ascontiguousarray(array, stored_dtype(array)).reshape(-1).view(np.uint8).data)
 
 
 def check_agreement(descriptions: list[Description]) -> int:

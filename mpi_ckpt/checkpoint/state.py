@@ -151,11 +151,11 @@ def _is_shard_list(leaf: Any) -> bool:
 def _check_shards(key: str, shards: list[Shard]) -> None:
     for shard in shards:
         check_dtype(key, shard.array)
-        if shard.array.dtype != shards[0].array.dtype or shard.shape != shards[0].shape:
+        if stored_dtype(shard.array) != stored_dtype(shards[0].array) or shard.shape != shards[0].shape:
             raise LayoutMismatch(
                 f"the shards listed at {key!r} belong to different arrays",
                 found=f"{shard}",
-                expected=f"dtype {shards[0].array.dtype.str} and global shape {shards[0].shape}",
+                expected=f"dtype {stored_dtype(shards[0].array)} and global shape {shards[0].shape}",
                 action="Give shards of one global array in one list.",
             )
 

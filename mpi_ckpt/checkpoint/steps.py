@@ -10,11 +10,32 @@ import errno
 import logging
 from pathlib import Path
 
-from mpi_ckpt.errors import CheckpointError
+from mpi_ckpt.errors import CheckpointError, NoCheckpoint
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
+
+
+def find_committed(root: Path, step: int | None) -> Path:
+    """**Local.** The directory of the committed `step` (None: the newest) below `root`. Raises NoCheckpoint."""
+    committed = names.list_steps(root)
+    if not committed or (step is not None and step not in committed):
+        raise NoCheckpoint(
+            "there is no committed step" if step is None else f"step {step} is not committed",
+            path=root,
+            found=f"steps {_in_words(committed)}" if committed else "no committed step",
+            expected="a committed step" if step is None else f"step {step}",
+            action="Look with `python -m mpi_ckpt ls`.",
+        )
+    return names.step_dir(root, committed[-1] if step is None else step)
+
+
+def _in_words(steps: list[int]) -> str:
+    """The steps, of a long list its ends."""
+    if len(steps) <= 12:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))} ... {', '.join(map(str, steps[-3:]))}, {len(steps)} in all"
 
 
 def is_committed(directory: Path) -> bool:

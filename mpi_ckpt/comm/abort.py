@@ -34,8 +34,9 @@ def abort_on_uncaught_exceptions(comm: MPI.Comm) -> None:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(f"[rank {comm.rank}] uncaught exception, ending the job:", file=sys.stderr)
-        traceback.print_exception(kind, error, trace)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        # In one write: the same error may have reached another rank, whose abort would cut this one short.
+        print(f"[rank {comm.rank}] uncaught exception, ending the job:\n{text}", end="", file=sys.stderr, flush=True)
         abort(comm, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook

@@ -12,7 +12,9 @@ The cost is one small message to and from rank 0 a rank: linear in the number of
 
 from __future__ import annotations
 
+import pickle
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +53,7 @@ class Council:
         self.size: int = self.comm.Get_size()
         self.timeout = timeout
         self._agreements = 0
+        self._unsent: list[MPI.Request] = []  # they own the bytes that a silent rank may still fetch
 
     def close(self) -> None:
         """**Collective.** Free the duplicated communicator."""
@@ -76,7 +79,7 @@ class Council:
         cause: BaseException | None = None
         try:
             vote = work()
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:  # a Ctrl-C or a SystemExit is a vote too: nobody may be left waiting
             cause, vote = error, _Failure(_explained(error, self.rank, otherwise))
             vote.error.rank = self.rank if vote.error.rank is None else vote.error.rank
         outcome = self._lead(vote, decide, otherwise, extra_time) if self.rank == 0 else self._follow(vote, extra_time)
@@ -99,45 +102,54 @@ class Council:
         return self.comm.bcast(value)
 
     # -- messages ----------------------------------------------------------------------------------------------------
+    # Each carries the number of its agreement. What was sent to a rank that had given up stays in MPI's queue, and must
+    # not be taken for an answer when its tag comes round again.
 
-    def _next_tags(self) -> tuple[int, int]:
-        tag = 2 * (self._agreements % _TAGS)
+    def _begin(self) -> tuple[int, int, int]:
+        """The number of the next agreement, and the tags of its votes and of its outcome."""
+        self._unsent = [request for request in self._unsent if not request.test()[0]]
+        number = self._agreements
         self._agreements += 1
-        return tag, tag + 1  # votes, outcomes
+        tag = 2 * (number % _TAGS)
+        return number, tag, tag + 1
 
     def _lead(
         self, vote: Any, decide: Callable[[list[Any]], Any], otherwise: type[CheckpointError], extra_time: float
     ) -> Any:
-        vote_tag, outcome_tag = self._next_tags()
+        number, vote_tag, outcome_tag = self._begin()
         votes: dict[int, Any] = {0: vote}
         deadline = time.monotonic() + self.timeout + extra_time
         while len(votes) < self.size and time.monotonic() < deadline:
             message = self.comm.improbe(tag=vote_tag)  # from any rank
             if message is None:
                 time.sleep(_PAUSE)
-            else:
-                sender, value = message.recv()
+                continue
+            sender, of, value = message.recv()
+            if of == number:
                 votes[sender] = value
         outcome: Any
         if len(votes) < self.size:
             outcome = _Failure(_silence([r for r in range(self.size) if r not in votes], self.timeout, otherwise))
         else:
             outcome = _decide([votes[r] for r in range(self.size)], decide, otherwise)
-        requests = [self.comm.isend(outcome, dest=r, tag=outcome_tag) for r in range(1, self.size)]
+        requests = [self.comm.isend((number, outcome), dest=r, tag=outcome_tag) for r in range(1, self.size)]
         heard = [request for r, request in enumerate(requests, start=1) if r in votes]
         _poll(lambda: all([request.test()[0] for request in heard]), deadline + self.timeout)
+        self._unsent += requests
         return outcome
 
     def _follow(self, vote: Any, extra_time: float) -> Any:
-        vote_tag, outcome_tag = self._next_tags()
-        request = self.comm.isend((self.rank, vote), dest=0, tag=vote_tag)
+        number, vote_tag, outcome_tag = self._begin()
+        self._unsent.append(self.comm.isend((self.rank, number, vote), dest=0, tag=vote_tag))
+
+        def outcome() -> tuple[Any] | None:
+            message = self.comm.improbe(source=0, tag=outcome_tag)
+            of, value = message.recv() if message else (None, None)
+            return (value,) if of == number else None
+
         # Rank 0 waits one timeout for the last vote and may use another for its decision.
-        deadline = time.monotonic() + 2 * self.timeout + extra_time
-        message = _poll(lambda: self.comm.improbe(source=0, tag=outcome_tag), deadline)
-        if message is None:
-            return _Failure(_silence([0], 2 * self.timeout, RankSilent))
-        request.wait()
-        return message.recv()
+        found = _poll(outcome, time.monotonic() + 2 * self.timeout + extra_time)
+        return found[0] if found else _Failure(_silence([0], 2 * self.timeout, RankSilent))
 
 
 def _decide(votes: Sequence[Any], decide: Callable[[list[Any]], Any], otherwise: type[CheckpointError]) -> Any:
@@ -146,12 +158,12 @@ def _decide(votes: Sequence[Any], decide: Callable[[list[Any]], Any], otherwise:
         return _Failure(_first_of(failures))
     try:
         return decide(list(votes))
-    except KeyboardInterrupt:
+    except Exception as error:
+        return _Failure(_explained(error, 0, otherwise))
+    except BaseException:
         return _Failure(
             RankSilent("rank 0 was interrupted while it decided; whether that took effect is unknown", rank=0)
         )
-    except Exception as error:
-        return _Failure(_explained(error, 0, otherwise))
 
 
 def _first_of(failures: dict[int, ExplainedError]) -> ExplainedError:
@@ -163,17 +175,27 @@ def _first_of(failures: dict[int, ExplainedError]) -> ExplainedError:
 
 
 def _explained(error: BaseException, rank: int, otherwise: type[CheckpointError]) -> ExplainedError:
-    if isinstance(error, ExplainedError):
+    """The error as one that every rank can raise."""
+    if isinstance(error, ExplainedError) and _travels(error):
         return error
     path = error.filename if isinstance(error, OSError) else None
-    return otherwise(f"{type(error).__name__}: {error}", path=path, rank=rank)
+    return otherwise("".join(traceback.format_exception_only(error)).strip(), path=path, rank=rank)
+
+
+def _travels(error: ExplainedError) -> bool:
+    """Whether other ranks can have it: an application's own class may be one that only this process knows."""
+    try:
+        pickle.dumps(error)
+    except Exception:
+        return False
+    return True
 
 
 def _silence(ranks: list[int], seconds: float, otherwise: type[CheckpointError]) -> CheckpointError:
     return otherwise(
         f"no word from rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
         rank=ranks[0],
-        found=f"silence for {seconds:.0f} s",
+        found=f"silence for {seconds:g} s",
         expected="a report from every rank",
         action="See whether that rank still runs and its disk answers; raise `timeout` if it is only slow.",
     )

@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # Euclidean norm of the mean gradient
-    param_norm: float  # of this rank's replica after the step: replicas agree if and only if all is well
+    param_norm: float  # of this rank's replica after the step: equal replicas have it equal to the bit
 
 
 class ZeroOptimizer:

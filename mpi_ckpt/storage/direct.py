@@ -37,17 +37,22 @@ def opened(path: Path, flags: int, *, cached: bool = False) -> Iterator[int]:
 
     OSErrors from inside, close included, name `path`.
     """
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     with atomic.naming(path):
-        try:
-            fd = os.open(path, flags | (0 if cached else _O_DIRECT), 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL or cached:
-                raise
-            _say_buffered()
-            fd = os.open(path, flags, 0o666)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with atomic.closing(fd):
+            if not cached:
+                _switch_on(fd)
             yield fd
+
+
+def _switch_on(fd: int) -> None:
+    """O_DIRECT, where the file system has it. At open() a refusal would come after the file was made."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _say_buffered()
 
 
 def write_all(fd: int, data: np.ndarray, offset: int) -> None:

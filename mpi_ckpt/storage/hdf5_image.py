@@ -70,6 +70,7 @@ def _create(file: h5py.File, datasets: Sequence[Dataset]) -> None:
     creation.set_layout(h5d.CONTIGUOUS)
     creation.set_alloc_time(h5d.ALLOC_TIME_LATE)
     creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # the same state makes the same bytes
     link = h5p.create(h5p.LINK_CREATE)
     link.set_create_intermediate_group(True)
     link.set_char_encoding(h5t.CSET_UTF8)

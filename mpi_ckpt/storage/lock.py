@@ -34,6 +34,7 @@ class WriterLock:
     def __init__(self, root: Path, launch_id: str) -> None:
         """**Local.** Take the lock and write `launch_id` into it. Raises DirectoryInUse when another launch has it."""
         self.path = root / LOCK
+        self._launch_id = launch_id
         owner = {
             "launch": launch_id,
             "host": socket.gethostname(),
@@ -51,7 +52,8 @@ class WriterLock:
 
     def release(self) -> None:
         """**Local.** Let the next launch in. The file stays: removing it would race with whoever opens it now."""
-        os.ftruncate(self._descriptor, 0)
+        if read_owner(self.path.parent).get("launch") == self._launch_id:  # else a successor's name is in it
+            os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
     def _lock(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 _AHEAD = SLOTS - 2  # the others: one in the consumer's hands, one whose jobs may still be running
 
 
-class Range(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Range(Generic[T]):
     """Bytes lo..hi-1 of a file, at most SLOT_BYTES, and what the reader of it wants to remember."""
 
     lo: int
@@ -24,7 +26,8 @@ class Range(NamedTuple, Generic[T]):
     tag: T
 
 
-class Piece(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Piece(Generic[T]):
     """What a range holds: uint8, shorter than the range only at the end of the file. Jobs on it belong into `slot`."""
 
     range: Range[T]

@@ -85,11 +85,11 @@ class ShardAttributes:
 
 
 def write_shard(path: Path, blocks: Sequence[BlockToWrite], values: bytes, attributes: ShardAttributes) -> ShardRecord:
-    """**Local.** Write one rank's file to `path`, a temporary name, and make its bytes durable; the caller publishes.
+    """**Local.** Write one rank's file to `path`, a new temporary name, and make it durable; the caller publishes.
 
     The record's path is the published name. Beside the arrays it takes 12 MiB of memory, kept for the next call.
     Raises UnsupportedState for a key or dtype that no dataset can hold, LayoutMismatch when a block and its array
-    differ in shape, OSError from the disk; a file that was begun is removed then.
+    differ in shape, FileExistsError for a leftover, OSError from the disk; a file that was begun is removed then.
     """
     for block in blocks:
         _check_array(block)
@@ -97,7 +97,7 @@ def write_shard(path: Path, blocks: Sequence[BlockToWrite], values: bytes, attri
     image = lay_out(_datasets(blocks, len(values), table.size), _root_attributes(attributes))
     contents = [array_content(block.array, part) for block, part in zip(blocks, tables, strict=True)]
     contents += [bytes_content(values), bytes_content(table.data)]
-    with _removed_on_failure(path), direct.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+    with _new_file(path) as fd:
         sha256, crc = write_image(fd, image, contents)
         os.ftruncate(fd, image.nbytes)  # the last piece was padded to whole pages
         atomic.fsync_file(fd, path)
@@ -212,9 +212,14 @@ def _block_records(
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def _new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that was not there; after a failure, close included, it is not there again."""
     try:
-        yield
+        with direct.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            yield fd
+    except FileExistsError:
+        # It may be that of a launch which has taken over, and writes it at this moment.
+        raise
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to report
             atomic.remove(path, missing_ok=True)

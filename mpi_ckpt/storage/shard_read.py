@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,18 @@ def read_shard(
     reads = [(block, block.block, out) for block, out in targets]
     if verify != "full":
         return read_blocks(path, reads, "crc32c" if verify == "quick" else "none")
-    todo = sorted(_plan(reads), key=lambda read: read.record.offset)
+    todo = deque(sorted(_plan(reads), key=lambda read: read.record.offset))
     sha256 = hashlib.sha256()
     with opened(path) as fd, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
         for piece in read_ahead(fd, whole_file(record.nbytes), slots, reading):
             piece.slot.jobs.append(hashing.submit(sha256.update, piece.data))
             _check_length(path, piece)
+            while todo and todo[0].end <= piece.range.lo:
+                todo.popleft()
             for read in todo:
                 if read.record.offset >= piece.range.hi:
                     break
                 read.put(piece.data, piece.range.lo)
-            todo = [read for read in todo if read.end > piece.range.hi]
         for slot in slots:
             slot.settle()
     if sha256.hexdigest() != record.sha256:
@@ -90,7 +92,8 @@ def read_shard(
 def read_values(path: Path, record: ShardRecord) -> bytes:
     """**Local.** The values' bytes, checked against their crc32c. Raises MissingShard or CorruptShard."""
     values = record.values
-    data = _read_small(path, values.offset, values.nbytes)
+    with opened(path, cached=True) as fd:
+        data = os.pread(fd, values.nbytes, values.offset)
     _check_crc(path, "the values of a shard are not those that were saved", data, values.crc32c)
     return data
 
@@ -128,10 +131,11 @@ def _check_chunks(path: Path, read: BlockRead, data: np.ndarray, lo: int, table:
 def _read_tables(path: Path, reads: Sequence[BlockRead]) -> dict[BlockRead, np.ndarray]:
     """The crc32c of the chunks of each read's block, uint32, themselves checked."""
     tables = {}
-    for read in reads:
-        data = _read_small(path, read.record.table_offset, 4 * n_chunks(read.nbytes))
-        _check_crc(path, "the table of checksums in a shard is damaged", data, read.record.table_crc32c)
-        tables[read] = np.frombuffer(data, "<u4")
+    with opened(path, cached=True) as fd:
+        for read in reads:
+            data = os.pread(fd, 4 * n_chunks(read.nbytes), read.record.table_offset)
+            _check_crc(path, "the table of checksums in a shard is damaged", data, read.record.table_crc32c)
+            tables[read] = np.frombuffer(data, "<u4")
     return tables
 
 
@@ -139,10 +143,3 @@ def _check_crc(path: Path, what: str, data: bytes | np.ndarray, expected: str) -
     found = hexadecimal(crc32c(data))
     if found != expected:
         raise corrupt(path, what, found=f"crc32c {found}", expected=f"crc32c {expected}")
-
-
-def _read_small(path: Path, offset: int, nbytes: int) -> bytes:
-    """Bytes at any offset, through the page cache."""
-    with opened(path, cached=True) as fd:
-        data = os.pread(fd, nbytes, offset)
-    return data

@@ -26,27 +26,28 @@ class Lane:
     """One thread, started when the first job comes, that runs jobs in the order given.
 
     Not an executor of concurrent.futures: those refuse work once the main thread has ended, and a save in the
-    background has to finish then.
+    background has to finish then. A daemon, so that a lane which an interrupt left behind cannot keep a process alive.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name)
-        self._started = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `work(*args)` after what was submitted before; the future has its result or exception."""
-        if not self._started:
+        if not self._thread.is_alive():
             self._thread.start()
-            self._started = True
         future: Future[Any] = Future()
         self._jobs.put((future, work, args))
         return future
 
-    def close(self) -> None:
-        """Wait for what was submitted, then end the thread."""
-        if self._started:
-            self._jobs.put(None)
+    def end(self) -> None:
+        """Let the thread end after what was submitted."""
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for that."""
+        if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
@@ -56,7 +57,7 @@ class Lane:
                 future.set_result(work(*args))
             except BaseException as error:
                 future.set_exception(error)
-            del future, job  # keep no buffer alive while waiting
+            del future, job, work, args  # keep no buffer alive while waiting
 
 
 @dataclass
@@ -86,8 +87,10 @@ def staging(*names: str) -> Iterator[tuple[list[Slot], list[Lane]]]:
         yield slots, lanes
     finally:
         for lane in lanes:
-            lane.close()
-        if not _spare:
+            lane.end()
+        for lane in lanes:
+            lane.join()
+        if not _spare:  # reached only when no lane can touch the buffers any more
             _spare.append(memory)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import NoCheckpoint
 from mpi_ckpt.storage import names
 
@@ -30,20 +32,6 @@ def new_root(place: Path) -> Path:
     return place / "checkpoints" if (place / "checkpoints").is_dir() else place
 
 
-def committed_step(root: Path, step: int | None) -> Path:
-    """**Local.** The directory of `step` (None: the newest) below a checkpoints root. Raises NoCheckpoint."""
-    steps = names.list_steps(root)
-    if not steps or (step is not None and step not in steps):
-        raise NoCheckpoint(
-            "there is no committed step" if step is None else f"step {step} is not committed",
-            path=root,
-            found=f"steps {_listed(steps)}" if steps else "no committed step",
-            expected="a committed step" if step is None else f"step {step}",
-            action="Look with `python -m mpi_ckpt ls`.",
-        )
-    return names.step_dir(root, steps[-1] if step is None else step)
-
-
 def step_of(text: str) -> Path:
     """**Local.** The committed step that `text` names: a step's directory, RUN_DIR (its newest), or RUN_DIR:STEP.
 
@@ -52,15 +40,17 @@ def step_of(text: str) -> Path:
     place = Path(text)
     step = names.parse_step(place.resolve().name)
     if step is not None and place.is_dir():
-        return committed_step(place.resolve().parent, step)
+        return find_committed(place.resolve().parent, step)
     run_dir, colon, number = text.rpartition(":")
     if colon and number.isdecimal() and not place.exists():
-        return committed_step(checkpoints_root(Path(run_dir)), int(number))
-    return committed_step(checkpoints_root(place), None)
+        return find_committed(checkpoints_root(Path(run_dir)), int(number))
+    return find_committed(checkpoints_root(place), None)
 
 
-def _listed(steps: list[int]) -> str:
-    """The steps in words, a long list by its ends."""
-    if len(steps) > 12:
-        return f"{', '.join(map(str, steps[:3]))}, ... {', '.join(map(str, steps[-3:]))} ({len(steps)} steps)"
-    return ", ".join(map(str, steps))
+def size_of_files(directory: Path) -> int:
+    """**Local.** Bytes of our files in a step's directory, whatever state it is in."""
+    nbytes = 0
+    for path in names.own_files(directory):
+        with contextlib.suppress(FileNotFoundError):  # a save under way renames its files
+            nbytes += path.lstat().st_size
+    return nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from mpi_ckpt.errors import CheckpointError, NoCheckpoint
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root
+from mpi_ckpt.tools.locate import checkpoints_root, size_of_files
 
 HELP = "list the steps of a run: ranks, bytes, age, state"
 DESCRIPTION = """List the steps below RUN_DIR, oldest first. The states:
@@ -77,16 +76,8 @@ def _entry(directory: Path, step: int) -> Entry:
     except (CheckpointError, OSError) as error:
         if state == "committed":
             state = "uncommitted" if isinstance(error, NoCheckpoint) else "unreadable"
-        return Entry(step, state, None, _size_of_files(directory), None, str(directory))
+        return Entry(step, state, None, size_of_files(directory), None, str(directory))
     if state == "committed" and steps.is_pinned(directory):
         state = "pinned"
     nbytes = sum(shard.nbytes for shard in manifest.shards)
     return Entry(step, state, manifest.world_size, nbytes, manifest.created, str(directory))
-
-
-def _size_of_files(directory: Path) -> int:
-    nbytes = 0
-    for path in names.own_files(directory):
-        with contextlib.suppress(FileNotFoundError):  # a save under way renames its files
-            nbytes += path.lstat().st_size
-    return nbytes

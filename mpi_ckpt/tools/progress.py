@@ -19,6 +19,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    console, both = Console(stderr=True), sys.stdout.isatty()  # lines of a redirected stdout must stay in it
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=both) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.checkpoint import steps
+from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, flat_arrays, read_manifest
-from mpi_ckpt.storage.records import ITEMSIZE
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, committed_step
+from mpi_ckpt.tools.locate import checkpoints_root
+from mpi_ckpt.tools.source import array_bytes
 
 HELP = "show what a step consists of: meta, arrays, named parameters, shards"
-DESCRIPTION = """Show the manifest of STEP (default: the newest committed one). It is checked, the shards are not read:
-`verify` does that. With --json the manifest is printed as it is."""
+DESCRIPTION = """Show the manifest of STEP (default: the newest committed one). It is checked, the shards are not
+read: `verify` does that. With --json the manifest is printed as it is."""
 EXAMPLE = "python -m mpi_ckpt show runs/demo 20"
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print the manifest; the exit status."""
-    directory = committed_step(checkpoints_root(arguments.run_dir), arguments.step)
+    directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
     manifest = read_manifest(directory)
     if arguments.json:
         print(names.manifest_path(directory).read_text(encoding="utf-8"), end="")
@@ -86,7 +86,13 @@ def _value(value: Any) -> str:
 
 def _arrays(manifest: ShardManifest) -> str:
     rows = [
-        (f"  {key}", a.dtype, _shape(a.shape), text.size(math.prod(a.shape) * ITEMSIZE[a.dtype]), _stored(manifest, key))
+        (
+            f"  {key}",
+            a.dtype,
+            _shape(a.shape),
+            text.size(array_bytes({key: a})),
+            _stored(manifest, key),
+        )
         for key, a in sorted(manifest.arrays.items())
     ]
     return text.table(("  key", "dtype", "shape", "bytes", "stored"), rows, left=("  key", "dtype", "shape", "stored"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from mpi_ckpt.layout import Block
 from mpi_ckpt.storage import flat
-from mpi_ckpt.storage.manifest import BlockRecord, ShardManifest
+from mpi_ckpt.storage.manifest import ArrayRecord, BlockRecord, ShardManifest
+from mpi_ckpt.storage.records import ITEMSIZE
 from mpi_ckpt.storage.shard_file import StreamedArray, check_structure, read_blocks
 
 WINDOW_BYTES = 16 << 20  # read at once: large beside the 1 MiB in which bytes are verified
@@ -35,8 +37,9 @@ class ArraySource:
                 check_structure(directory / shard.path, shard)
                 self._held += [(directory / shard.path, block) for block in solid]
         # Which blocks a region takes is asked for every piece: two comparisons a block in NumPy, not in Python.
-        self._starts = np.array([block.start for _, block in self._held], np.int64).reshape(-1, len(self.shape))
-        extents = np.array([block.shape for _, block in self._held], np.int64).reshape(-1, len(self.shape))
+        count, axes = len(self._held), len(self.shape)
+        self._starts = np.array([block.start for _, block in self._held], np.int64).reshape(count, axes)
+        extents = np.array([block.shape for _, block in self._held], np.int64).reshape(count, axes)
         self._stops = self._starts + extents
 
     @property
@@ -66,6 +69,14 @@ class ArraySource:
             at += box.size
 
 
+class Source(Protocol):
+    """Whatever gives a global array run by run: elements lo.. (C order) of a box of it, into all of `out`."""
+
+    dtype: np.dtype
+
+    def read_run(self, block: Block, lo: int, out: np.ndarray) -> None: ...
+
+
 class Windows:
     """The elements of a box in C order, for a consumer that takes them piece by piece, first to last.
 
@@ -73,7 +84,7 @@ class Windows:
     The memory is let go with the last element.
     """
 
-    def __init__(self, source: ArraySource, block: Block) -> None:
+    def __init__(self, source: Source, block: Block) -> None:
         self._source, self._block = source, block
         self._first = 0  # of the elements that are held
         self._held = self._nothing = np.empty(0, source.dtype)
@@ -94,9 +105,7 @@ class Windows:
     def streamed(self) -> StreamedArray:
         """The box as an array that a shard can be written from."""
         dtype = self._source.dtype
-        return StreamedArray(
-            dtype, self._block.shape, lambda lo, out: self.copy(lo // dtype.itemsize, out.view(dtype))
-        )
+        return StreamedArray(dtype, self._block.shape, lambda lo, out: self.copy(lo // dtype.itemsize, out.view(dtype)))
 
     def _load(self, lo: int) -> None:
         lo, hi = next(runs(self._block.shape, self._source.dtype.itemsize, lo))
@@ -117,3 +126,8 @@ def runs(shape: tuple[int, ...], itemsize: int, lo: int = 0) -> Iterator[tuple[i
             hi = min(total, (lo + limit) // row * row)
         yield lo, hi
         lo = hi
+
+
+def array_bytes(arrays: dict[str, ArrayRecord]) -> int:
+    """Bytes of all arrays, each once."""
+    return sum(math.prod(array.shape) * ITEMSIZE[array.dtype] for array in arrays.values())

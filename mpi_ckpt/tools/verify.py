@@ -9,20 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mpi_ckpt.checkpoint import steps as step_directories
+from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import CheckpointError, CorruptShard
 from mpi_ckpt.storage import names
-from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
+from mpi_ckpt.storage.manifest import read_manifest
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, committed_step
+from mpi_ckpt.tools.locate import checkpoints_root, size_of_files
 from mpi_ckpt.tools.progress import Advance, progress
 
 HELP = "read every committed step and compare it with its manifest"
-DESCRIPTION = """Read every committed step (or --step) and compare it with its manifest: the manifest's own digest and
-structure, and of each shard presence, size, sha256 and crc32c. With --quick the crc32c alone, which reads as much and
-computes less: it finds damage, not forgery. Nothing is changed. A step that is pruned meanwhile is no damage."""
+DESCRIPTION = """Read every committed step (or --step) and compare it with its manifest: the manifest's own digest
+and structure, and of each shard presence, size, sha256 and crc32c. With --quick the crc32c alone, which reads as
+much and computes less: it finds damage, not forgery. Nothing is changed. A step that is pruned meanwhile is no
+damage."""
 EXAMPLE = "python -m mpi_ckpt verify runs/demo --quick"
 
 
@@ -67,16 +70,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print a verdict a step; the exit status."""
     root = checkpoints_root(arguments.run_dir)
-    newest = committed_step(root, arguments.step)  # raises where there is nothing to verify
+    find_committed(root, arguments.step)  # raises NoCheckpoint where there is nothing to verify
     steps = names.list_steps(root) if arguments.step is None else [arguments.step]
-    total = sum(_size_of(names.step_dir(root, step)) for step in steps)
     verdicts = []
-    with progress("verify", total) as advance:
+    with progress("verify", sum(size_of_files(names.step_dir(root, step)) for step in steps)) as advance:
         for verdict in verify(root, quick=arguments.quick, steps=steps, advance=advance):
             verdicts.append(verdict)
             if not arguments.json:
                 _print(verdict)
     if arguments.json:
         text.print_json([_as_json(verdict) for verdict in verdicts])
-    del newest
+    if not verdicts:  # all of them were pruned meanwhile
+        return status.NOTHING_THERE
     return status.WELL if all(verdict.intact for verdict in verdicts) else status.NOT_WELL
+
+
+def _print(verdict: Verdict) -> None:
+    print(f"step {verdict.step:8d}  {text.size(verdict.nbytes):>10}  {'intact' if verdict.intact else 'DAMAGED'}")
+    for fault in verdict.faults:
+        print(f"  {fault}")
+
+
+def _as_json(verdict: Verdict) -> dict[str, Any]:
+    faults = [
+        {"kind": type(f).__name__, "path": f.path, "rank": f.rank, "found": f.found, "expected": f.expected}
+        | {"message": str(f)}
+        for f in verdict.faults
+    ]
+    return {"step": verdict.step, "nbytes": verdict.nbytes, "intact": verdict.intact, "faults": faults}
+
+
+def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExecutor, advance: Advance) -> Verdict:
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as fault:
+        return Verdict(step, directory, 0, [fault])
+    found = readers.map(partial(_fault_of, directory, quick, advance), manifest.shards)
+    faults = [fault for fault in found if fault is not None]
+    return Verdict(step, directory, sum(shard.nbytes for shard in manifest.shards), faults)
+
+
+def _fault_of(directory: Path, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:
+    """What is wrong with one file, if anything."""
+    path = directory / record.path
+    try:
+        verify_file(path, record, "quick" if quick else "full")
+    except CheckpointError as fault:
+        return fault
+    except OSError as error:
+        return CorruptShard(
+            "a shard cannot be read",
+            path=path,
+            rank=record.rank,
+            found=error,
+            expected="a readable file",
+            action="Look at the disk and the file's permissions, or bring the file back from a copy.",
+        )
+    finally:
+        advance(record.nbytes)
+    return None

@@ -49,7 +49,7 @@ VALUES: dict[str, Any] = {
     "tuple": (1, [2, (3,)]),
     "dict": {1: "a", (2, 3): {4}, None: frozenset({5})},
     "scalar": np.float16(1.5),
-    "array": np.array([[1, 2], [3, 4]], ">i4"),
+    "arrays": [np.array([[1, 2], [3, 4]], ">i4"), np.zeros((0, 3))],
 }
 
 

@@ -20,7 +20,7 @@ from tests.programs.faults import Operation
 
 
 class Camera:
-    """For `watched`: images go to `<root>.images`, named `<number>-<rank>-<call>-<file>`, those of power cuts `....power`.
+    """For `watched`: images go to `<root>.images`, named `<number>-<rank>-<call>-<file>`, then `.power` for power cuts.
 
     All ranks' changes happen one at a time for it.
     """

@@ -41,13 +41,15 @@ def restored(ckpt: Checkpointer, step: int | None = None) -> list[Any] | None:
 def litter(root: Path, foreign: list[str]) -> list[str]:
     """Everything below `root` that belongs to no committed step, and is not foreign."""
     found = []
-    for directory in root.glob("step_*"):
+    for directory in root.glob("step_????????"):
+        if directory.is_symlink() or not directory.is_dir():
+            continue
         manifest = directory / "manifest.json"
         shards = json.loads(manifest.read_text())["shards"] if manifest.exists() else []
         listed = {"manifest.json", *(shard["path"] for shard in shards)}
         found += [f"{directory.name}/{name}" for name in sorted(set(os.listdir(directory)) - listed)]
         found += [] if shards else [directory.name]
-    return [name for name in found if not any(f"{each}/".startswith(f"{name}/") for each in foreign)]
+    return [name for name in found if not any(Path(name) in (Path(f), *Path(f).parents) for f in foreign)]
 
 
 def check_verify(root: Path, steps: list[int]) -> None:
@@ -96,7 +98,9 @@ def main() -> None:
         if any(problems):
             failed += 1
             if comm.rank == 0:
-                print(f"{root.parent.name}/{root.name}:", *sorted(set(filter(None, problems))), sep="\n    ", flush=True)
+                print(
+                    f"{root.parent.name}/{root.name}:", *sorted(set(filter(None, problems))), sep="\n    ", flush=True
+                )
     sys.exit(1 if failed else 0)
 
 
