@@ -78,7 +78,7 @@ def launch(args: argparse.Namespace) -> None:
     """Measure in one job, print the table, write the JSON."""
     load = f"{os.getloadavg()[0]:.2f}"
     sizes = [f"--{name}={getattr(args, name)}" for name in ("ranks", "mib", "rounds")]
-    with tempfile.TemporaryDirectory(prefix="mpi_ckpt-reshard-", dir=args.dir) as root:
+    with tempfile.TemporaryDirectory(prefix="mpi_ckpt_benchmark_", dir=args.dir) as root:
         result = run_ranks(args.ranks, __file__, root, *sizes, timeout=120 + args.rounds * (20 + args.mib / 20))
     rows, figures = [], {"reshard_time_ratio": 0.0, "reshard_bytes_ratio": 0.0}
     for case in cases(args.ranks):

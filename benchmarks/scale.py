@@ -12,8 +12,8 @@ leaks     of saves of a small state (a shard, plain values, a generator a rank),
           tenth as many. Asynchronous and synchronous; each rank counts.
 memory    the peak of a rank's resident memory during one save, or one restore in place, of a shard of that many MiB,
           less its resident memory just before: VmHWM, reset by /proc/self/clear_refs, and VmRSS. Each in processes of
-          its own which have not saved or restored anything before, so that every buffer is counted; in MiB, the most of
-          all ranks. An asynchronous save keeps one copy of the shard by design.
+          its own that have not saved or restored anything before, so that every buffer and the import of h5py count;
+          the most of all ranks. An asynchronous save keeps one copy of the shard besides, by design.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZES = {
     "mib": (128, "MiB of a rank's shard where memory is measured"),
     "rounds": (5, "repetitions of what has a median; listing is repeated ten times as often"),
 }
-MEASURED = {"save": "synchronous save", "restore": "restore in place", "save_async": "asynchronous save"}
+MEASURED = {"save": "a synchronous save", "restore": "a restore in place", "save_async": "an asynchronous save"}
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def launch(args: argparse.Namespace) -> None:
     def run(part: str, directory: str, ranks: int = args.ranks) -> Any:
         return run_ranks(ranks, __file__, part, *sizes, "--dir", directory, timeout=300 + args.steps + args.saves)
 
-    with tempfile.TemporaryDirectory(prefix="mpi_ckpt-scale-", dir=args.dir) as directory:
+    with tempfile.TemporaryDirectory(prefix="mpi_ckpt_benchmark_", dir=args.dir) as directory:
         measured = {"listing": run("listing", directory), "manifest": run("manifest", directory, 1)}
         measured["leaks"] = run("leaks", directory)
         memory: dict[str, list[float]] = {part: [] for part in MEASURED}
@@ -114,7 +114,7 @@ def summary(args: argparse.Namespace, measured: dict[str, Any]) -> tuple[dict[st
         figures[f"leak_{what}"] = max(worst)
     for part, title in MEASURED.items():
         name, target = ("", "") if part == "save_async" else (f"{part}_extra_mib", "<= 32")
-        row(f"extra memory of a {title}, {args.mib} MiB", "MiB", measured["memory"][part], name, target)
+        row(f"extra memory of {title}, {args.mib} MiB", "MiB", measured["memory"][part], name, target)
     return figures, rows
 
 
@@ -253,7 +253,7 @@ def memory(part: str) -> Callable[[MPI.Comm, Path, argparse.Namespace], dict[str
             if part == "restore":
                 checkpointer.restore(state)
             else:
-                checkpointer.save({"save": 1, "save_async": 2}[part], state)
+                checkpointer.save(2 if part == "save_async" else 1, state)
                 checkpointer.wait_until_finished()
             extra = status("VmHWM") - before
         return {"mib": comm.allgather(extra)}

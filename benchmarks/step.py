@@ -45,7 +45,8 @@ BATCH = 4  # sequences a rank
 LEARNING_RATE = 1e-3
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WINDOW_SECONDS = 1.0
-CHECKED_STEPS = 5  # the sides must agree in their losses to 1e-3: the fp16 parameters of ours round
+CHECKED_STEPS = 5  # in which the losses of all sides must agree
+TOLERANCE = 1e-2  # of these losses: fp16 parameters bring up to 3e-3; with float32 parameters they agree to 2e-6
 WARM_UP_STEPS = 10
 
 Step = Callable[[int], float]  # number of the step from 0 -> loss
@@ -142,13 +143,13 @@ def build(comm: MPI.Comm, size: str, run_dir: Path) -> dict[str, Step]:
         "torch, tuned": torch_step(config, flat, batch, {"lr": LEARNING_RATE, **ADAMW}, tuned=True),
     }
     losses = [[comm.allreduce(step(k)) / comm.size for k in range(CHECKED_STEPS)] for step in sides.values()]
-    if np.ptp(losses, axis=0).max() > 1e-3:
+    if np.ptp(losses, axis=0).max() > TOLERANCE:
         raise RuntimeError(f"the sides do not train the same model; losses of {', '.join(sides)}: {losses}")
     return sides
 
 
 def our_step(comm: MPI.Comm, config: ModelConfig, data: Dataset, run_dir: Path) -> Step:
-    """**Collective.** A function that takes the run's next step as the training loop does; gives the loss of all ranks."""
+    """**Collective.** A function that takes the run's next step as the training loop does, and returns its loss."""
     from mpi_ckpt.train.checks import check_replicas
     from mpi_ckpt.train.config import Settings
     from mpi_ckpt.train.metrics import MetricsLog

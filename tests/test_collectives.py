@@ -31,7 +31,7 @@ def offset(counts: list[int], rank: int) -> int:
     return sum(counts[:rank])
 
 
-@pytest.mark.mpi(ranks=[1, 4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[1, 4], timeout=60, unit="s")
 def test_reduce_scatter_gives_each_rank_its_interval_of_the_sum(comm):
     for counts in interval_counts(comm.size):
         n = sum(counts)
@@ -63,7 +63,7 @@ class Watched:
         self.comm.Bcast(array, root)
 
 
-@pytest.mark.mpi(ranks=[2], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_no_call_moves_more_elements_than_the_limit(comm):
     counts = [57, 12]
     flat, mine = np.zeros(69, dtype=np.float32), np.zeros(counts[comm.rank], dtype=np.float32)
@@ -78,7 +78,7 @@ def test_no_call_moves_more_elements_than_the_limit(comm):
             assert watched.elements == pieces
 
 
-@pytest.mark.mpi(ranks=[4], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
 def test_reduce_scatter_adds_in_the_same_order_every_time(comm):
     counts = [b - a for a, b in (shard_range(30_080, comm.size, r) for r in range(comm.size))]
     flat = np.random.default_rng(comm.rank).standard_normal(30_080, dtype=np.float32)
@@ -89,7 +89,7 @@ def test_reduce_scatter_adds_in_the_same_order_every_time(comm):
         assert first.tobytes() == again.tobytes()
 
 
-@pytest.mark.mpi(ranks=[1, 3], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")
 def test_allgather_copies_every_interval_bit_for_bit(comm):
     for dtype, counts in itertools.product(("f2", "f4", "f8", "u1"), interval_counts(comm.size)):
         n = sum(counts)
@@ -103,7 +103,7 @@ def test_allgather_copies_every_interval_bit_for_bit(comm):
             assert flat.tobytes() == expected.tobytes()
 
 
-@pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
 def test_broadcast_copies_any_shape_and_dtype_from_any_root(comm):
     dtypes, shapes = ("f2", "f4", "f8", "i8", "u1", "?"), ((), (0,), (0, 4), (7,), (57,), (3, 19))
     for dtype, shape, root, limit in itertools.product(dtypes, shapes, range(comm.size), limits(57)):
@@ -113,7 +113,7 @@ def test_broadcast_copies_any_shape_and_dtype_from_any_root(comm):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.mpi(ranks=[3], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
 def test_gather_rows_gives_all_ranks_every_rank_s_numbers(comm):
     rows = collectives.gather_rows(comm, [comm.rank + 0.1, np.nan, -1e300])
     expected = np.array([[r + 0.1, np.nan, -1e300] for r in range(comm.size)])
@@ -132,7 +132,7 @@ def test_sums_are_taken_strictly_in_rank_order(columns):
     assert collectives.sum_in_rank_order(rows).tolist() == [expected] * columns
 
 
-@pytest.mark.mpi(ranks=[2], timeout=30, unit="s")
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_arrays_that_do_not_fit_are_refused_on_every_rank(comm):
     counts = [4, 3]
     right, mine = np.zeros(7, dtype=np.float32), np.zeros(counts[comm.rank], dtype=np.float32)

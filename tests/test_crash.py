@@ -7,6 +7,7 @@ change, by any rank, say what a kill of all at that moment would. A power cut ma
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -120,21 +121,26 @@ def sweep(crashes: Crashes, scenario: str, mode: list[str], rank: int, stride: i
         return list(two.map(kill, points))
 
 
-@pytest.mark.parametrize("mode", [[], ["--sync"]], ids=["async", "sync"])
+def stride(usual: int) -> int:
+    """Every operation is killed where that was asked for; a launch of Open MPI takes four times as long."""
+    return 1 if "MPI_CKPT_SLOW_TESTS" in os.environ else 4 if is_open_mpi() else usual
+
+
+@pytest.mark.parametrize("mode", [["--sync"], []], ids=["sync", "async"])
 @pytest.mark.parametrize("scenario", SAVES)
 def test_rank_0_killed_at_any_operation_leaves_the_old_or_the_new_step(two, scenario, mode):
-    two.restart(sweep(two, scenario, mode, 0, stride=4 if is_open_mpi() else 1 if mode else 2))
+    two.restart(sweep(two, scenario, mode, 0, stride(1 if mode else 4)))
 
 
-@pytest.mark.parametrize(("rank", "scenario"), [(1, "first"), (1, "overwrite"), (2, "rotation"), (2, "overwrite")])
+@pytest.mark.parametrize(("rank", "scenario"), [(1, "overwrite"), (2, "rotation")])
 def test_any_rank_killed_at_any_operation_leaves_the_old_or_the_new_step(three, rank, scenario):
-    three.restart(sweep(three, scenario, [], rank, stride=3 if is_open_mpi() else 1))
+    three.restart(sweep(three, scenario, [], rank, stride(1)))
 
 
 @pytest.mark.parametrize("scenario", SAVES)
-def test_all_killed_after_any_change_or_without_power_leave_the_old_or_the_new_step(three, scenario):
-    directory = three.directory(f"{scenario}-images", scenario)
-    three.run(directory, scenario, "--images").check()
+def test_all_killed_after_any_change_or_without_power_leave_the_old_or_the_new_step(two, scenario):
+    directory = two.directory(f"{scenario}-images", scenario)
+    two.run(directory, scenario, "--images").check()
     images = directory / f"{scenario}.images"
     entries, renamed, durable = [], False, False
     for name in sorted(path.name for path in images.iterdir() if not path.name.startswith(".")):
@@ -142,10 +148,10 @@ def test_all_killed_after_any_change_or_without_power_leave_the_old_or_the_new_s
         renamed |= name.endswith("-rename-manifest.json")
         new = durable or name == "end.power" if name.endswith(".power") else renamed
         then = ("same", "next")[len(entries) % 2]
-        entries.append(three.entry(images / name, scenario, ["new" if new else "old"], [then]))
+        entries.append(two.entry(images / name, scenario, ["new" if new else "old"], [then]))
     assert entries[-1]["root"].endswith("end.power")
     assert durable
-    three.restart(entries)
+    two.restart(entries)
 
 
 def after_leaving(root: Path, *newest: int) -> dict:

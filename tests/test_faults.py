@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import time
 from errno import EACCES, EIO, ENOSPC
 
@@ -239,6 +240,15 @@ class Slow(Fault):
 @pytest.mark.parametrize("async_io", [False, True], ids=["sync", "async"])
 def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it(comm, mpi_tmp_path, async_io):
     root = mpi_tmp_path / "root"
+
+    def failure(ckpt: Checkpointer, step: int, tag: str) -> CheckpointError | None:
+        try:
+            ckpt.save(step, mine(comm, step, tag))
+            ckpt.wait_until_finished()
+        except CheckpointError as error:
+            return error
+        return None
+
     with Checkpointer(root, comm, keep=None, timeout=0.5, async_io=async_io) as ckpt:
         ckpt.save(1, mine(comm, 1))
         ckpt.wait_until_finished()
@@ -246,20 +256,16 @@ def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it
             comm.Barrier()
             began = time.monotonic()
             with faults_on(comm, rank, root, Slow("fsync", f"step_{step:08d}/rank*.tmp", 1.6)):
-                with pytest.raises(SaveFailed, match=f"no word from rank {rank}") as caught:
-                    ckpt.save(step, mine(comm, step, "late"))
-                    ckpt.wait_until_finished()
+                error = failure(ckpt, step, "late")
                 seconds = time.monotonic() - began
-            assert caught.value.rank == rank
+            assert type(error) is SaveFailed
+            assert error.rank == rank
+            assert f"no word from rank {rank}" in str(error)
             assert seconds > 1.5 if comm.rank == rank else seconds < 1.3
-            while True:  # the others do not wait: they try again at once, while the old file may still arrive
-                try:
-                    ckpt.save(step, mine(comm, step, "in time"))
-                    ckpt.wait_until_finished()
-                    break
-                except CheckpointError as error:
-                    assert f"no word from rank {rank}" in str(error)
-                    assert time.monotonic() - began < 10
+            # The others do not wait: they try again at once, while the old file may still arrive.
+            while (error := failure(ckpt, step, "in time")) is not None:
+                assert f"no word from rank {rank}" in str(error)
+                assert time.monotonic() - began < 10
             check_restores(comm, ckpt, step, "in time")
         assert ckpt.all_steps() == [1, 2, 3]
     check_intact(comm, root)
@@ -312,32 +318,18 @@ def test_what_cannot_be_deleted_does_not_fail_a_save_and_is_no_step(comm, mpi_tm
 
 
 @mpi
-def test_with_one_step_to_keep_it_stays_until_another_is_committed(comm, mpi_tmp_path):
+def test_a_failed_save_costs_no_step_and_blocks_none(comm, mpi_tmp_path):
     root = mpi_tmp_path / "root"
     with Checkpointer(root, comm, keep=1) as ckpt:
-        ckpt.save(1, mine(comm, 1))
-        with faults_on(comm, 2, root, Fault("fsync", "step_00000002/*.tmp", ENOSPC)):
-            ckpt.save(2, mine(comm, 2))
-            error_of(comm, SaveFailed, ckpt.wait_until_finished)
-        check_restores(comm, ckpt, 1)
-        ckpt.save(3, mine(comm, 3))
-        check_restores(comm, ckpt, 3)
-        assert ckpt.all_steps() == [3]
-    check_intact(comm, root)
-
-
-@mpi
-def test_after_a_failed_save_and_a_rollback_an_earlier_step_is_saved(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
-    with Checkpointer(root, comm) as ckpt:
         ckpt.save(10, mine(comm, 10))
-        with faults_on(comm, 1, root, Fault("pwrite", "step_00000020/*.tmp", ENOSPC)):
+        with faults_on(comm, 2, root, Fault("fsync", "step_00000020/*.tmp", ENOSPC)):
             ckpt.save(20, mine(comm, 20))
             error_of(comm, SaveFailed, ckpt.wait_until_finished)
-        check_restores(comm, ckpt, 10)
-        ckpt.save(15, mine(comm, 15))
-        ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [10, 15]
+        check_restores(comm, ckpt, 10)  # the only one: it stays until there is another
+        ckpt.save(15, mine(comm, 15))  # after a rollback to 10
+        check_restores(comm, ckpt, 15)
+        assert ckpt.all_steps() == [15]
+    check_intact(comm, root)
 
 
 @mpi
@@ -359,7 +351,26 @@ def test_fifty_saves_back_to_back_amid_the_application_s_own_collectives(comm, m
             assert comm.allreduce(comm.rank) == 3
             assert comm.bcast(step, root=step % 3) == step
             comm.Barrier()
+        ckpt.wait_until_finished()
         assert ckpt.all_steps() == list(range(1, 51))
         for step in range(1, 51):
             check_restores(comm, ckpt, step, f"tag {step}")
     check_intact(comm, root)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real filesystem of 2 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", place], capture_output=True, text=True)
+    if mount.returncode != 0:
+        pytest.skip(f"cannot mount a small filesystem: {mount.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_full_disk_fails_the_save_and_the_next_succeeds_once_there_is_room(launch, small_disk):
+    launch(3, "-m", "tests.programs.full_disk", small_disk).check()
+    assert cli.main(["verify", str(small_disk / "sync")]) == 0
+    assert cli.main(["verify", str(small_disk / "async")]) == 0

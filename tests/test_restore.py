@@ -22,6 +22,7 @@ from mpi_ckpt import (
     MissingShard,
     NoCheckpoint,
     PerRank,
+    SaveFailed,
     Shard,
     StepExists,
     UnknownSchema,
@@ -479,6 +480,17 @@ def test_a_committed_step_is_saved_again_only_when_asked_and_later_steps_are_dis
         assert holds(target, comm, 7)
         listed = {shard["path"] for shard in manifest_of(root, 2)["shards"]} | {"manifest.json"}
         assert {path.name for path in step_dir(root, 2).iterdir()} == listed, "no file of the old content is left"
+        mine = 3 if comm.rank else 4
+
+        def apart() -> None:
+            checkpointer.save(mine, state(comm, 7), overwrite=True)
+            checkpointer.wait_until_finished()
+
+        error = raised(comm, SaveFailed, apart)
+        assert "steps 3, 4" in str(error)
+        target = state(comm, None)
+        checkpointer.restore(target, 3)
+        assert holds(target, comm, 3), "a rank that was elsewhere wrote into another step"
         assert checkpointer.discard_after(3) == [100, 20]
         assert checkpointer.all_steps() == [1, 2, 3]
         assert not step_dir(root, 100).exists()

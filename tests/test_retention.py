@@ -99,6 +99,13 @@ def test_a_step_goes_only_once_a_newer_one_is_committed(comm, shared_path):
             assert 1000 in checkpointer.all_steps(), "held: the run was restored from it and has nothing newer"
         assert save(checkpointer, comm, 1003)[-1] == 1003
         assert save(checkpointer, comm, 1004) == [1003, 1004], "no longer held"
+
+        def save_again() -> None:
+            checkpointer.save(1003 if comm.rank < 2 else 1005, state(comm, 7), overwrite=True)
+            checkpointer.wait_until_finished()
+
+        raised(comm, SaveFailed, save_again)
+        assert checkpointer.all_steps() == [1003, 1004], "it went before its new content was there"
         for step in checkpointer.all_steps():
             target = state(comm, 0)
             checkpointer.restore(target, step)
@@ -120,6 +127,26 @@ def test_pinned_steps_stay_and_damaged_or_incomplete_ones_do_not_count(comm, sha
         assert save(checkpointer, comm, 15) == [14, 15]
     assert (step_dir(root, 13) / "manifest.damaged.json").exists()
     assert not step_dir(root, 500).exists()
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_the_best_step_is_the_best_of_those_that_are_there_now(comm, shared_path):
+    root = shared_path / "c"
+    with Checkpointer(root, comm, keep=1, best_metric="loss") as checkpointer:
+        for step, loss in ((1, 0.1), (2, 5.0), (3, 4.0)):
+            checkpointer.save(step, state(comm, step), metrics={"loss": loss})
+        checkpointer.wait_until_finished()
+        assert checkpointer.all_steps() == [1, 3]
+        checkpointer.save(1, state(comm, 1), metrics={"loss": 9.0}, overwrite=True)  # the record is gone
+        for step, loss in ((4, 3.0), (5, 4.0)):
+            checkpointer.save(step, state(comm, step), metrics={"loss": loss})
+        checkpointer.wait_until_finished()
+        assert checkpointer.all_steps() == [4, 5]
+        on_one(comm, lambda: (step_dir(root, 4) / "manifest.json").write_text("damaged"))
+    with Checkpointer(root, comm, keep=1, best_metric="loss") as checkpointer:  # a new launch reads all metrics again
+        checkpointer.save(6, state(comm, 6), metrics={"loss": 8.0})
+        checkpointer.wait_until_finished()
+        assert checkpointer.latest_step() == 6, "a damaged manifest is no reason to stop saving"
 
 
 def immutable(path: Path, on: bool) -> bool:

@@ -187,15 +187,24 @@ def test_steps_go_on_while_a_save_is_in_flight_and_the_next_save_waits_for_it(co
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
-def test_a_save_commits_without_any_later_call(comm, shared_path):
+def test_a_save_commits_without_any_later_call_and_though_an_observer_fails(comm, shared_path, caplog):
     root = shared_path / "c"
-    with Checkpointer(root, comm) as checkpointer:
+
+    def on_event(event: dict[str, Any]) -> None:
+        if comm.rank == 1:
+            raise OSError(f"no room for {event['event']}")
+
+    with Checkpointer(root, comm, on_event=on_event, timeout=20) as checkpointer:
         checkpointer.save(1, {"a": shard(comm, counting((N,)))})
         deadline = time.monotonic() + 20
         while not (step_dir(root, 1) / "manifest.json").exists():
             assert time.monotonic() < deadline, "not committed"
             time.sleep(0.01)
         assert manifest_of(root, 1)["world_size"] == comm.size
+        checkpointer.save(2, {})
+        checkpointer.close()
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert sorted(logged) == sorted(["no room for checkpoint", "no room for commit"] * 2 * (comm.rank == 1))
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")

@@ -141,7 +141,7 @@ class Interrupted(Exception): pass
 def interrupt(*_): raise Interrupted
 signal.signal(signal.SIGALRM, interrupt)
 here, array = Path({str(tmp_path)!r}), bits((2 * MIB,), "<f4")
-save_shard(here, [to_write("a", array)])  # imports h5py, which does not survive an exception in its own import
+save_shard(here, [to_write("a", array)])  # Python's import, which this leads to, does not survive an interrupt
 for i in range(60):
     with contextlib.suppress(Exception):  # Python's own locks may turn the interrupt into a RuntimeError
         signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0005 * i)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -461,7 +460,7 @@ def test_the_quick_tiling_check_agrees_with_the_careful_one(total, intervals):
     assert verdict(lambda: check_tilings({"a": ArrayRecord("<f4", (total,))}, [shard])) == careful
 
 
-def test_a_manifest_of_16384_ranks_is_built_written_read_and_checked_in_seconds(tmp_path):
+def test_a_manifest_of_16384_ranks_comes_back(tmp_path):
     size, n = 16384, 9_000_000
     keys = ("param", "master", "m", "v")
     records = [
@@ -481,7 +480,6 @@ def test_a_manifest_of_16384_ranks_is_built_written_read_and_checked_in_seconds(
     ]
     directory = names.step_dir(tmp_path, 10)
     directory.mkdir()
-    began = time.perf_counter()
     manifest = build_manifest(
         records,
         step=10,
@@ -495,7 +493,5 @@ def test_a_manifest_of_16384_ranks_is_built_written_read_and_checked_in_seconds(
     )
     write_manifest(directory, manifest)
     found = read_manifest(directory)
-    seconds = time.perf_counter() - began
     assert found == manifest
     assert os.listdir(directory) == ["manifest.json"]
-    assert seconds < 10  # about 0.8 on an idle core; the benchmark measures it

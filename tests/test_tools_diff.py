@@ -10,6 +10,7 @@ import pytest
 from mpi_ckpt.layout import Block
 from mpi_ckpt.storage.manifest import ArrayRecord
 from mpi_ckpt.storage.shard_file import BlockToWrite
+from mpi_ckpt.tools import source
 from mpi_ckpt.tools.writing import NewStep, write_step
 from tests.checkpoints import DTYPES, bits
 from tests.programs.tool_states import INDEX, arrays
@@ -49,7 +50,9 @@ def run(tmp_path):
     return copy_of_run(tmp_path)
 
 
-def test_two_steps_of_a_run_differ_exactly_where_numpy_says(run):
+@pytest.mark.parametrize("window", [source.WINDOW_BYTES, 40])
+def test_two_steps_of_a_run_differ_exactly_where_numpy_says(run, monkeypatch, window):
+    monkeypatch.setattr(source, "WINDOW_BYTES", window)
     found = differences(f"{run}:10", run / "checkpoints" / "step_00000020")
     one, other = arrays(10), arrays(20)
     changed = {}
@@ -139,7 +142,9 @@ def test_keys_dtypes_and_shapes_that_differ_are_told_in_words(tmp_path):
     }
 
 
-def test_parameters_are_compared_by_name_where_they_lie_elsewhere(tmp_path):
+@pytest.mark.parametrize("window", [source.WINDOW_BYTES, 16])
+def test_parameters_are_compared_by_name_where_they_lie_elsewhere(tmp_path, monkeypatch, window):
+    monkeypatch.setattr(source, "WINDOW_BYTES", window)
     a = np.arange(57.0)
     b = np.concatenate([a[20:57], a[:20]])
     b[40] += 1  # element 3 of `first`

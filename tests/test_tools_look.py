@@ -13,6 +13,10 @@ import sys
 import pytest
 
 from mpi_ckpt import cli
+from mpi_ckpt.checkpoint import steps
+from mpi_ckpt.errors import NoCheckpoint
+from mpi_ckpt.tools.locate import reading
+from mpi_ckpt.tools.verify import verify
 from tests.checkpoints import flip, manifest_of, shard_file, step_dir, write_manifest
 from tests.launch import ROOT
 from tests.programs.tool_states import INDEX, arrays
@@ -214,7 +218,7 @@ def test_verify_changes_nothing(run, root):
 
 
 def test_a_progress_bar_is_for_terminals_only(run):
-    assert "\x1b" not in program("verify", run).stderr
+    assert program("verify", run).stderr == ""
     parent, child = pty.openpty()
     try:
         outcome = subprocess.run(
@@ -237,3 +241,38 @@ def test_json_of_every_looking_verb_is_strict(run):
 
     for arguments in (["ls", run], ["show", run], ["verify", run], ["diff", f"{run}:10", f"{run}:20"]):
         json.loads(verb(*arguments, "--json").out, parse_constant=refuse)
+
+
+# -- beside a running writer -----------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_pruned_while_it_is_read_is_no_damage(run, root):
+    directory = step_dir(root, 20)
+
+    def read_while_it_goes():
+        with reading(directory):
+            steps.delete(directory)
+            shard_file(root, 20, 0).stat()
+
+    with pytest.raises(NoCheckpoint, match="pruned or replaced"):
+        read_while_it_goes()
+    assert list(verify(root, steps=[20])) == []  # listed before, gone now
+    with pytest.raises(FileNotFoundError), reading(step_dir(root, 30)):
+        (root / "none").stat()  # the step is still there: some other file is missing
+
+
+def test_a_step_that_is_saved_again_while_it_is_verified_is_no_damage(run, root):
+    """The older save's file goes when its first file has been read; the newer save is the one to be judged."""
+    document = manifest_of(root, 20)
+    document["save_id"] = "0123456789abcdef"
+    for shard in document["shards"]:
+        old = shard["path"]
+        shard["path"] = f"rank{shard['rank']:05d}-0123456789abcdef.h5"
+        shutil.copy(step_dir(root, 20) / old, step_dir(root, 20) / shard["path"])
+    shard_file(root, 20, 3).unlink()
+
+    def overwrite(nbytes):
+        write_manifest(root, 20, document)
+
+    (verdict,) = verify(root, steps=[20], advance=overwrite)
+    assert verdict.intact

@@ -219,7 +219,7 @@ def draws(generator: Any) -> list:
         return [generator.gauss(0, 1), generator.random(), generator.getrandbits(7), generator.gauss(0, 1)]
     if isinstance(generator, np.random.RandomState):
         return [generator.standard_normal(), *generator.bytes(5), generator.random_sample(), generator.randint(9)]
-    return [generator.integers(9, dtype=np.int32), generator.standard_normal(), generator.random(dtype=np.float32)]
+    return [generator.integers(9, dtype=np.int32), generator.standard_normal(), generator.random()]
 
 
 @pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")

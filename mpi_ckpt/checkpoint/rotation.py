@@ -51,8 +51,7 @@ class Rotation:
         """**Collective.** Delete what the committed `step` has pushed out."""
         if self.held is not None and step > self.held:
             self.held = None
-        self._metrics.pop(step, None)  # of another save of the same step
-        self._verified.discard(step)
+        self._forget(step)  # what another save of the same step held
         doomed, _ = council.share(lambda: self._plan(launch_id))
         self._prune(council, doomed)
 
@@ -101,4 +100,9 @@ class Rotation:
     def _prune(self, council: Council, doomed: list[int]) -> None:
         if doomed:
             for step in council.share(lambda: retention.prune(self._root, doomed)):
+                self._forget(step)
                 self._on_event({"event": "prune", "step": step})
+
+    def _forget(self, step: int) -> None:
+        self._metrics.pop(step, None)
+        self._verified.discard(step)

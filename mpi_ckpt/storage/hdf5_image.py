@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpi_ckpt.storage.direct import ALIGN, align_up
+from mpi_ckpt.storage.staging import Lane
 
 if TYPE_CHECKING:
     import h5py
@@ -46,7 +47,21 @@ class Image:
 
 
 def lay_out(datasets: Sequence[Dataset], root: Mapping[str, str | int]) -> Image:
-    """The image of a file that holds `datasets`, one after the other in this order, and the attributes `root`."""
+    """**Local.** The image of a file that holds `datasets`, in this order, and the attributes `root`.
+
+    About 2 ms, and 0.3 ms more for each dataset.
+    """
+    # HDF5 does not survive an exception from its file object, and the import of h5py none at all. A Ctrl-C raises one
+    # anywhere, but only in the main thread.
+    lane = Lane("mpi_ckpt layout")
+    try:
+        return lane.submit(_lay_out, datasets, root).result()
+    finally:
+        lane.end()
+        lane.join()
+
+
+def _lay_out(datasets: Sequence[Dataset], root: Mapping[str, str | int]) -> Image:
     import h5py  # a quarter of a second, and only whoever writes shards needs it
 
     head = _Head()

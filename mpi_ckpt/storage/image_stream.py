@@ -79,7 +79,6 @@ def write_image(fd: int, image: Image, contents: Sequence[Content]) -> tuple[str
             piece = slot.buffer[: min(SLOT_BYTES, image.nbytes - lo)]
             source.read_into(piece)
             padded = slot.buffer[: direct.align_up(piece.size)]
-            padded[piece.size :] = 0
             writer = writing[i % len(writing)]
             slot.jobs = [hashing.submit(sha256.update, piece), writer.submit(direct.write_all, fd, padded, lo)]
         for slot in slots:

@@ -12,7 +12,7 @@ from mpi_ckpt.tools import status, text
 from mpi_ckpt.tools.diff_arrays import diff_arrays
 from mpi_ckpt.tools.diff_values import diff_values
 from mpi_ckpt.tools.finding import Finding
-from mpi_ckpt.tools.locate import step_of
+from mpi_ckpt.tools.locate import reading, step_of
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.source import array_bytes
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print the differences; the exit status."""
     a, b = step_of(arguments.a), step_of(arguments.b)
-    with progress("diff", array_bytes(read_manifest(a).arrays)) as advance:
+    with reading(a), reading(b), progress("diff", array_bytes(read_manifest(a).arrays)) as advance:
         found = diff(a, b, only_arrays=arguments.only_arrays, advance=advance)
     if arguments.json:
         document = {"a": str(a), "b": str(b), "equal": not found, "differences": [each.as_json() for each in found]}

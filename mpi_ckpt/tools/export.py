@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from mpi_ckpt.storage.manifest import IndexRecord, ShardManifest, flat_arrays, r
 from mpi_ckpt.storage.records import ITEMSIZE
 from mpi_ckpt.tools import safetensors_format as st
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root
+from mpi_ckpt.tools.locate import checkpoints_root, reading
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.source import ArraySource, Windows
 from mpi_ckpt.tools.writing import check_room
@@ -74,6 +75,7 @@ def export(
     metadata = {"format": "pt", "producer": _PRODUCER, "step": str(manifest.step), "save_id": manifest.save_id}
     elements = Windows(source, source.whole)
     files = [out / st.shard_name(number, len(groups)) for number in range(1, len(groups) + 1)]
+    atomic.remove(*_cut_short(out))
     try:
         for path, group in zip(files, groups, strict=True):
             _write(names.tmp(path), group, source.dtype, elements, metadata, advance)
@@ -84,8 +86,10 @@ def export(
             atomic.publish(names.tmp(path), path)
         if len(files) > 1:
             atomic.write_file(out / st.INDEX, _index(files, groups, nbytes))
-    finally:
-        atomic.remove(*map(names.tmp, files), missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            atomic.remove(*map(names.tmp, files), missing_ok=True)
+        raise
     return Exported(files, len(manifest.index), nbytes)
 
 
@@ -122,8 +126,13 @@ def earlier_export(out: Path) -> list[Path]:
                 expected="a directory without a model, or with an earlier export",
                 action="Export to another directory, or remove that model.",
             )
-    temporary = [out / name for name in present if name.endswith(names.TMP_SUFFIX) and st.is_model_file(name[:-4])]
-    return sorted([*found, *temporary], key=lambda path: path.name != st.INDEX)
+    return sorted(found, key=lambda path: path.name != st.INDEX)
+
+
+def _cut_short(out: Path) -> list[Path]:
+    """What an export that was killed has left."""
+    temporary = (path for path in out.iterdir() if path.suffix == names.TMP_SUFFIX)
+    return [path for path in temporary if st.is_model_file(names.published(path).name)]
 
 
 def _is_ours(path: Path) -> bool:
@@ -201,7 +210,8 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Export; the exit status."""
     directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
     manifest = read_manifest(directory)
-    with progress("export", parameter_bytes(manifest, _flat_key(directory, manifest, arguments.array))) as advance:
+    nbytes = parameter_bytes(manifest, _flat_key(directory, manifest, arguments.array))
+    with reading(directory), progress("export", nbytes) as advance:
         found = export(
             directory,
             arguments.out,

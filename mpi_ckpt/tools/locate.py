@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpi_ckpt.checkpoint.steps import find_committed
-from mpi_ckpt.errors import NoCheckpoint
+from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, NoCheckpoint
 from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import read_manifest
 
 
 def checkpoints_root(place: Path) -> Path:
@@ -45,6 +47,35 @@ def step_of(text: str) -> Path:
     if colon and number.isdecimal() and not place.exists():
         return find_committed(checkpoints_root(Path(run_dir)), int(number))
     return find_committed(checkpoints_root(place), None)
+
+
+def save_id_of(directory: Path) -> str | None:
+    """**Local.** Which save the step's directory holds now; None where it holds none, or none that can be read."""
+    try:
+        return read_manifest(directory).save_id
+    except CheckpointError:
+        return None
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """**Local.** Around reading a step: what a writer beside it has pruned or replaced meanwhile is no damage.
+
+    Raises NoCheckpoint then, and whatever the reading raises otherwise.
+    """
+    before = save_id_of(directory)
+    try:
+        yield
+    except (MissingShard, CorruptShard, NoCheckpoint, FileNotFoundError) as error:
+        if before is None or save_id_of(directory) == before:
+            raise
+        raise NoCheckpoint(
+            "the step was pruned or replaced while it was being read",
+            path=directory,
+            found=f"no longer save {before}",
+            expected="a step that stays",
+            action="Take a newer step, or pin this one first (`python -m mpi_ckpt pin`).",
+        ) from error
 
 
 def size_of_files(directory: Path) -> int:

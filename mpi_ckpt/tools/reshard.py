@@ -15,7 +15,7 @@ from mpi_ckpt.layout import Block, shard_range
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, read_manifest
 from mpi_ckpt.storage.shard_file import BlockToWrite, StreamedArray
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, new_root
+from mpi_ckpt.tools.locate import checkpoints_root, new_root, reading
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.source import ArraySource, Windows, array_bytes
 from mpi_ckpt.tools.writing import NewStep, write_step
@@ -30,7 +30,9 @@ What becomes of values per rank (a generator of each rank, say) only the applica
 the old ranks along, and the restore asks PerRank's `resize`, as an elastic restore does. With as many ranks as
 before, each keeps its own. (A step can be restored on another number of ranks without this, too: world_size="any",
 --elastic.)"""
-EXAMPLE = "python -m mpi_ckpt reshard runs/demo --ranks 6 --out runs/demo-6/checkpoints"
+EXAMPLE = (
+    "python -m mpi_ckpt reshard runs/demo --ranks 6 --out runs/demo-6/checkpoints && cp runs/demo/run.json runs/demo-6"
+)
 
 
 def reshard(directory: Path, ranks: int, out: Path, advance: Advance = lambda nbytes: None) -> Path:
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Reshard; the exit status."""
     directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
-    with progress("reshard", array_bytes(read_manifest(directory).arrays)) as advance:
+    with reading(directory), progress("reshard", array_bytes(read_manifest(directory).arrays)) as advance:
         written = reshard(directory, arguments.ranks, new_root(arguments.out), advance)
     print(f"{written}: for {arguments.ranks} rank{'s' * (arguments.ranks != 1)}")
     return status.WELL

@@ -18,7 +18,7 @@ from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, size_of_files
+from mpi_ckpt.tools.locate import checkpoints_root, save_id_of, size_of_files
 from mpi_ckpt.tools.progress import Advance, progress
 
 HELP = "read every committed step and compare it with its manifest"
@@ -101,13 +101,16 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExecutor, advance: Advance) -> Verdict:
-    try:
-        manifest = read_manifest(directory)
-    except CheckpointError as fault:
-        return Verdict(step, directory, 0, [fault])
-    found = readers.map(partial(_fault_of, directory, quick, advance), manifest.shards)
-    faults = [fault for fault in found if fault is not None]
-    return Verdict(step, directory, sum(shard.nbytes for shard in manifest.shards), faults)
+    while True:
+        try:
+            manifest = read_manifest(directory)
+        except CheckpointError as fault:
+            return Verdict(step, directory, 0, [fault])
+        found = readers.map(partial(_fault_of, directory, quick, advance), manifest.shards)
+        faults = [fault for fault in found if fault is not None]
+        if not faults or save_id_of(directory) in (manifest.save_id, None):
+            return Verdict(step, directory, sum(shard.nbytes for shard in manifest.shards), faults)
+        # The step was saved again meanwhile: what is missing of the older save is no damage.
 
 
 def _fault_of(directory: Path, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:

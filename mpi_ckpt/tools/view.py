@@ -16,7 +16,7 @@ from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.shard_file import check_structure, dataset_path
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root
+from mpi_ckpt.tools.locate import checkpoints_root, reading
 
 if TYPE_CHECKING:
     import h5py
@@ -130,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Make the view and print its path; the exit status."""
     directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
     out = arguments.out or view_path(directory)
-    make_view(directory, out)
+    with reading(directory):
+        make_view(directory, out)
     print(out)
     return status.WELL
