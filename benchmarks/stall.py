@@ -29,7 +29,6 @@ from _io_bench import (
     in_turns,
     launch,
     leave_result,
-    make_dir,
     parse_arguments,
     ratio,
     report,

@@ -6,7 +6,7 @@ All sides train the same model from the same parameters on the same batches, wit
 A step is all of it: the batch, forward, backward, the exchange of gradients and parameters, AdamW, and the loss as a
 number; ours also has the norms, the check of the replicas and the line of metrics, as the training loop has them. Ours
 keeps fp16 parameters and an fp32 master, as it always does; PyTorch's side is float32, its usual way on processors.
-The figures compare with PyTorch's classes as they are by default; a second column shows them with every switch that
+The figures compare with PyTorch's classes as they are by default; the rows "tuned" show them with every switch that
 helps (see `_torch_peer.py`).
 
 The sides live in the same ranks of one job and take turns, a window of about a second each: ours, torch, tuned, ours...

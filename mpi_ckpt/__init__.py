@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi_ckpt.checkpoint.checkpointer import Checkpointer as Checkpointer
     from mpi_ckpt.checkpoint.checkpointer import Found as Found
+    from mpi_ckpt.checkpoint.read import read as read
     from mpi_ckpt.checkpoint.sharded import load_sharded as load_sharded
     from mpi_ckpt.checkpoint.sharded import save_sharded as save_sharded
     from mpi_ckpt.checkpoint.sharded import verify_resume as verify_resume
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "mpi_ckpt.checkpoint.checkpointer": ("Checkpointer", "Found"),
+    "mpi_ckpt.checkpoint.read": ("read",),
     "mpi_ckpt.checkpoint.sharded": ("load_sharded", "save_sharded", "verify_resume"),
     "mpi_ckpt.checkpoint.state": ("PerRank",),
     "mpi_ckpt.errors": (

@@ -30,9 +30,8 @@ What becomes of values per rank (a generator of each rank, say) only the applica
 the old ranks along, and the restore asks PerRank's `resize`, as an elastic restore does. With as many ranks as
 before, each keeps its own. (A step can be restored on another number of ranks without this, too: world_size="any",
 --elastic.)"""
-EXAMPLE = (
-    "python -m mpi_ckpt reshard runs/demo --ranks 6 --out runs/demo-6/checkpoints && cp runs/demo/run.json runs/demo-6"
-)
+EXAMPLE = """python -m mpi_ckpt reshard runs/demo --ranks 6 --out runs/demo-6/checkpoints
+  cp runs/demo/run.json runs/demo-6    # what the training command wants beside it"""
 
 
 def reshard(directory: Path, ranks: int, out: Path, advance: Advance = lambda nbytes: None) -> Path:
