@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, settings
 
 DTYPES = [*("?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")]
 
@@ -54,6 +54,24 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
 
 def _sentinel(dtype: np.dtype) -> np.generic:
     return np.frombuffer(b"\x01" if dtype.kind == "b" else b"\xa5" * dtype.itemsize, dtype)[0]
+
+
+def exact(value: Any) -> Any:
+    """Something equal for two values only if they have the same types and the same bits, at every depth."""
+    kind = type(value).__name__
+    if isinstance(value, (np.ndarray, np.generic)):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return kind, [(exact(name), exact(item)) for name, item in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted((exact(item) for item in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return kind, [exact(item) for item in value]
+    if isinstance(value, float):
+        return kind, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return kind, struct.pack("<dd", value.real, value.imag)
+    return kind, value
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -106,6 +124,7 @@ def on_one(comm, work: Callable[[], object]) -> None:
 
 def holds_on_all_ranks(comm, strategy, examples: int, check: Callable[[Any], None]) -> None:
     """`check(example)` on every rank for the examples that rank 0 draws; it shrinks what fails on any of them."""
+    from hypothesis import HealthCheck, Phase, given, settings  # here: it takes longer than most ranks have to live
 
     def attempt(example) -> None:
         failure = None

@@ -34,9 +34,8 @@ from mpi_ckpt import (
 )
 from mpi_ckpt.checkpoint.state import walk
 from mpi_ckpt.comm.agreement import Council
-from tests.checkpoints import bits, flip, manifest_of, on_one, raised, same_bits, shard_file, step_dir
+from tests.checkpoints import bits, exact, flip, manifest_of, on_one, raised, same_bits, shard_file, step_dir
 from tests.launch import ROOT
-from tests.test_values import exact
 
 # -- the ten lines ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from mpi_ckpt import Checkpointer, CorruptShard, LayoutMismatch, PerRank, Shard, WorldSizeMismatch, shard_range
 from mpi_ckpt.checkpoint.state import walk
@@ -74,12 +73,15 @@ def expected(shard: Shard, array: np.ndarray) -> np.ndarray:
     return array[tuple(slice(a, b) for a, b in zip(shard.block.start, shard.block.stop, strict=True))]
 
 
-sizes = st.integers(1, 4)
-shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
-trees = st.dictionaries(
-    st.sampled_from(["a", "b/c", "b/d", "e/f/g", "param"]), st.tuples(shapes, st.sampled_from(DTYPES)), max_size=4
-)
-examples = st.tuples(st.tuples(sizes, sizes, sizes), trees, st.integers(0, 2**32 - 1))
+def chains():
+    """Strategy: three numbers of ranks, a tree of global arrays (key -> shape, dtype), and a seed to cut them by."""
+    from hypothesis import strategies as st
+
+    sizes = st.integers(1, 4)
+    shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+    keys = st.sampled_from(["a", "b/c", "b/d", "e/f/g", "param"])
+    trees = st.dictionaries(keys, st.tuples(shapes, st.sampled_from(DTYPES)), max_size=4)
+    return st.tuples(st.tuples(sizes, sizes, sizes), trees, st.integers(0, 2**32 - 1))
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +132,13 @@ def test_any_tree_in_any_decomposition_survives_any_chain_of_numbers_of_ranks(co
                     state["own"].value = part.rank
                     checkpointer.save(stage, state)
 
-    holds_on_all_ranks(comm, examples, 25, chain)
+    holds_on_all_ranks(comm, chains(), 20, chain)
 
 
 # -- intervals of the flat parameter space ---------------------------------------------------------------------------
 
 LENGTHS = (1, 2, 3, 7, 57, 1009, 30_080)
+WITH_MOMENTS = (3, 57, 30_080)
 
 
 def flat_state(rank: int, size: int, fill: bool) -> dict[str, Any]:
@@ -144,7 +147,9 @@ def flat_state(rank: int, size: int, fill: bool) -> dict[str, Any]:
     for n in LENGTHS:
         start, stop = shard_range(n, size, rank)
         master = counting((n,), "<f4") + np.float32(0.001)
-        whole = {"param": master.astype("<f2"), "master": master, "m": -master, "v": master * master}
+        whole = {"master": master}
+        if n in WITH_MOMENTS:
+            whole |= {"param": master.astype("<f2"), "m": -master, "v": master * master}
         found[f"P{n}"] = {
             key: Shard(a[start:stop].copy() if fill else poison(np.full(stop - start, np.nan, a.dtype)), start, n)
             for key, a in whole.items()
@@ -168,9 +173,9 @@ def test_flat_shards_of_any_length_move_between_any_numbers_of_ranks(comm, share
                 target, wanted = flat_state(part.rank, new, fill=False), flat_state(part.rank, new, fill=True)
                 with Checkpointer(root, part, read_only=True) as checkpointer:
                     checkpointer.restore(target, world_size="any")
-                for n, key in itertools.product(LENGTHS, ("param", "master", "m", "v")):
-                    found, right = target[f"P{n}"][key], wanted[f"P{n}"][key]
-                    assert same_bits(found.array, right.array), f"{key}, P = {n}, {old} -> {new} ranks"
+                found, right = walk(target).shards, walk(wanted).shards
+                for key, (shard,) in found.items():
+                    assert same_bits(shard.array, right[key][0].array), f"{key}, {old} -> {new} ranks"
         if comm.rank == 0:  # nothing is padded, in no file: NumPy's own split says how long each part is
             for n, rank in itertools.product(LENGTHS, range(old)):
                 with h5py.File(shard_file(root, 1, rank)) as file:

@@ -32,6 +32,7 @@ from mpi_ckpt import (
 from mpi_ckpt.checkpoint.state import walk
 from tests.checkpoints import (
     bits,
+    exact,
     flip,
     is_poisoned,
     manifest_of,
@@ -45,7 +46,6 @@ from tests.checkpoints import (
     write_manifest,
 )
 from tests.golden import v1_state
-from tests.test_values import exact
 
 N = 1009
 GOLDEN = Path(__file__).parent / "golden" / "v1"

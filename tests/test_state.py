@@ -59,7 +59,7 @@ def my_rows(comm, array: np.ndarray) -> tuple[np.ndarray, int]:
     return array[start:stop], start
 
 
-@pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
 def test_any_memory_is_saved_in_c_order_and_restored_in_place_into_any_memory(comm, shared_path):
     root = shared_path / "c"
     values = {dtype: bits((ROWS, COLUMNS), dtype) for dtype in DTYPES}

@@ -18,7 +18,7 @@ import pytest
 
 from mpi_ckpt.errors import CorruptShard
 from mpi_ckpt.layout import Block
-from mpi_ckpt.storage import direct
+from mpi_ckpt.storage import direct, staging
 from mpi_ckpt.storage.crc import crc32c
 from mpi_ckpt.storage.hdf5_image import Dataset, lay_out
 from mpi_ckpt.storage.records import BlockRecord
@@ -345,6 +345,7 @@ def test_several_threads_and_forked_children_save_at_once(tmp_path):
         each.join(60)
     assert [child.exitcode for child in children] == [0, 0]
     assert not failed
+    assert len(staging._spare) == 1  # the buffers of one stream are kept, not of all four
 
 
 @needs_strace

@@ -438,6 +438,8 @@ def test_records_that_are_not_those_of_all_ranks_or_do_not_tile_are_refused_when
         build_manifest([*records[:2], records[2]._replace(blocks={})], **changes)
     with pytest.raises(LayoutMismatch, match=r"second\.bias"):
         build_manifest(records, **(changes | {"index": {"second.bias": (1000, (10,))}}))
+    with pytest.raises(LayoutMismatch, match="third"):
+        build_manifest(records, **(changes | {"index": {"third": (-1, (10,))}}))
 
 
 @settings(max_examples=200, deadline=None)

@@ -124,7 +124,7 @@ def test_damage_to_the_table_of_checksums_is_found(tmp_path):
     path, record = save_shard(tmp_path, [to_write("a", np.zeros(1009)), to_write("b", np.ones(1009))])
     flip(path, record.blocks["b"][0].table_offset)
     read_block(path, record.blocks["a"][0], Block((0,), (3,)), np.zeros(3))
-    with pytest.raises(CorruptShard, match="table"):
+    with pytest.raises(CorruptShard, match="table of checksums"):
         read_block(path, record.blocks["b"][0], Block((0,), (3,)), np.zeros(3))
 
 

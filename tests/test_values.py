@@ -19,31 +19,13 @@ from hypothesis import strategies as st
 from mpi_ckpt import Checkpointer, LayoutMismatch, PerRank, UnsupportedState
 from mpi_ckpt.checkpoint import snapshot, values
 from mpi_ckpt.checkpoint.state import walk
-from tests.checkpoints import DTYPES, bits, raised
+from tests.checkpoints import DTYPES, bits, exact, raised
 
 BIT_GENERATORS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
 
 
 def nan(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<Q", bits))[0]
-
-
-def exact(value: Any) -> Any:
-    """Something equal for two values only if they have the same types and the same bits, at every depth."""
-    kind = type(value).__name__
-    if isinstance(value, (np.ndarray, np.generic)):
-        return kind, value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, dict):
-        return kind, [(exact(name), exact(item)) for name, item in value.items()]
-    if isinstance(value, (set, frozenset)):
-        return kind, sorted((exact(item) for item in value), key=repr)
-    if isinstance(value, (list, tuple)):
-        return kind, [exact(item) for item in value]
-    if isinstance(value, float):
-        return kind, struct.pack("<d", value)
-    if isinstance(value, complex):
-        return kind, struct.pack("<dd", value.real, value.imag)
-    return kind, value
 
 
 def round_trip(value: Any) -> Any:
@@ -100,7 +82,7 @@ trees = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(trees)
 def test_any_tree_of_them_comes_back(tree):
     assert exact(round_trip(tree)) == exact(tree)
@@ -222,7 +204,7 @@ def draws(generator: Any) -> list:
     return [generator.integers(9, dtype=np.int32), generator.standard_normal(), generator.random()]
 
 
-@pytest.mark.mpi(ranks=[1, 3], timeout=60, unit="s")
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
 def test_every_generator_goes_on_where_it_was_on_every_rank(comm, shared_path):
     mine, shared = generators(comm.rank), generators(77)
     for generator in (*mine.values(), *shared.values()):

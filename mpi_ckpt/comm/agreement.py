@@ -28,7 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds that a rank may be silent
-_PAUSE = 0.0005  # seconds between polls
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3  # seconds between polls: each is twice as long as the one before
+_LOOKS = 4  # in a row, for MPI may let a message in during one look and show it at the next
 _TAGS = 16384  # agreements before a tag comes round again; MPI guarantees tags up to 32767
 
 
@@ -119,19 +120,19 @@ class Council:
         number, vote_tag, outcome_tag = self._begin()
         votes: dict[int, Any] = {0: vote}
         deadline = time.monotonic() + self.timeout + extra_time
-        while len(votes) < self.size and time.monotonic() < deadline:
-            message = self.comm.improbe(tag=vote_tag)  # from any rank
-            if message is None:
-                time.sleep(_PAUSE)
-                continue
-            sender, of, value = message.recv()
-            if of == number:
-                votes[sender] = value
+
+        def complete() -> bool:
+            while message := self.comm.improbe(tag=vote_tag):  # from any rank
+                sender, of, value = message.recv()
+                if of == number:
+                    votes[sender] = value
+            return len(votes) == self.size
+
         outcome: Any
-        if len(votes) < self.size:
-            outcome = _Failure(_silence([r for r in range(self.size) if r not in votes], self.timeout, otherwise))
-        else:
+        if _poll(complete, deadline):
             outcome = _decide([votes[r] for r in range(self.size)], decide, otherwise)
+        else:
+            outcome = _Failure(_silence([r for r in range(self.size) if r not in votes], self.timeout, otherwise))
         requests = [self.comm.isend((number, outcome), dest=r, tag=outcome_tag) for r in range(1, self.size)]
         heard = [request for r, request in enumerate(requests, start=1) if r in votes]
         _poll(lambda: all([request.test()[0] for request in heard]), deadline + self.timeout)
@@ -202,9 +203,18 @@ def _silence(ranks: list[int], seconds: float, otherwise: type[CheckpointError])
 
 
 def _poll(ready: Callable[[], Any], deadline: float) -> Any:
-    """The first true result of `ready`, asked again after a short sleep each time; its last one at the deadline."""
+    """The first true result of `ready`; its last one at the deadline.
+
+    It is asked again and again, with sleeps between that grow: what takes no time costs none, and a wait for a disk
+    leaves the processor to whoever writes.
+    """
+    pause = _FIRST_PAUSE
     while True:
-        result = ready()
-        if result or time.monotonic() >= deadline:
+        for _ in range(_LOOKS):
+            result = ready()
+            if result:
+                return result
+        if time.monotonic() >= deadline:
             return result
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mpi_ckpt.layout import Block, overlap
-from mpi_ckpt.storage import flat
+from mpi_ckpt.storage import direct, flat
 from mpi_ckpt.storage.crc import CHUNK
 from mpi_ckpt.storage.read_ahead import Range
 from mpi_ckpt.storage.records import BlockRecord
-from mpi_ckpt.storage.staging import SLOT_BYTES
+from mpi_ckpt.storage.staging import IN_PLACE_BYTES, SLOT_BYTES
 
 _CHUNKS_PER_SLOT = SLOT_BYTES // CHUNK
 
@@ -41,8 +42,28 @@ class BlockRead:
         """Offset in the file of the first byte after the block."""
         return self.record.offset + self.nbytes
 
+    @cached_property
+    def memory(self) -> np.ndarray | None:
+        """All of `out` as bytes, if a disk can put them there: the whole block, as the file has it, on a page."""
+        out = self.out
+        whole = self.part == self.region == self.record.block
+        if not whole or out.dtype != self.dtype or not out.flags.c_contiguous or out.ctypes.data % direct.ALIGN:
+            return None
+        return out.reshape(-1).view(np.uint8)
+
     def ranges(self) -> Iterator[Range[BlockRead]]:
         """The ranges of the file, each of whole chunks, that hold the part."""
+        return self._in_place(self.memory) if self.memory is not None else self._by_chunks()
+
+    def _in_place(self, memory: np.ndarray) -> Iterator[Range[BlockRead]]:
+        end = memory.size // CHUNK * CHUNK
+        for lo in range(0, end, IN_PLACE_BYTES):
+            hi = min(lo + IN_PLACE_BYTES, end)
+            yield Range(self.record.offset + lo, self.record.offset + hi, self, memory[lo:hi])
+        if end < memory.size:  # a last chunk that is shorter than the others, and may end within a page
+            yield Range(self.record.offset + end, self.end, self)
+
+    def _by_chunks(self) -> Iterator[Range[BlockRead]]:
         run: list[int] = []
         for chunk in self._chunks():
             if run and (chunk != run[-1] + 1 or len(run) == _CHUNKS_PER_SLOT):

@@ -31,6 +31,11 @@ def align_up(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
+def align_down(n: int) -> int:
+    """The last multiple of ALIGN that is not above."""
+    return n // ALIGN * ALIGN
+
+
 @contextlib.contextmanager
 def opened(path: Path, flags: int, *, cached: bool = False) -> Iterator[int]:
     """A descriptor of `path`, past the page cache if that is possible, or `cached` (then at any offset).

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,19 +14,30 @@ import numpy as np
 from mpi_ckpt.storage import direct, flat
 from mpi_ckpt.storage.crc import CHUNK, RunningCrc, crc32c
 from mpi_ckpt.storage.hdf5_image import Image
-from mpi_ckpt.storage.staging import SLOT_BYTES, staging
+from mpi_ckpt.storage.staging import IN_PLACE_BYTES, Slot, staging
+
+_AHEAD = 16  # pieces in place, 128 MiB, that may wait for their lanes: enough that none of these runs dry
 
 
 @dataclass(frozen=True)
 class Content:
     """What a dataset holds: `copy(lo, out)` puts its bytes lo.. into all of `out` (uint8).
 
-    `table` (uint32, zeros at first) receives the crc32c of each chunk; None where nobody asks for it.
+    `table` (uint32, zeros at first) receives the crc32c of each chunk; None where nobody asks for it. `memory` (uint8)
+    is the bytes themselves, if they lie in memory as the file will have them.
     """
 
     nbytes: int
     copy: Callable[[int, np.ndarray], None]
     table: np.ndarray | None = None
+    memory: np.ndarray | None = None
+
+    def in_place(self, lo: int) -> np.ndarray | None:
+        """Whole pages of the bytes lo.., at most IN_PLACE_BYTES, if a disk can take them from where they lie."""
+        if self.memory is None or (self.memory.ctypes.data + lo) % direct.ALIGN:
+            return None
+        nbytes = direct.align_down(min(IN_PLACE_BYTES, self.nbytes - lo))
+        return self.memory[lo : lo + nbytes] if nbytes else None
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,15 @@ def array_content(array: np.ndarray | StreamedArray, table: np.ndarray) -> Conte
     """An array of any strides and byte order, or a streamed one, stored little-endian in C order."""
     if isinstance(array, StreamedArray):
         return Content(array.nbytes, array.copy, table)
+    array, dtype, memory = np.asarray(array), array.dtype.newbyteorder("<"), None
     if array.flags.c_contiguous:
         array = array.reshape(-1)  # no copy, and a run of elements is a single slice
-    dtype = array.dtype.newbyteorder("<")
-    return Content(array.nbytes, lambda lo, out: flat.gather(array, lo // dtype.itemsize, out.view(dtype)), table)
+        memory = array.view(np.uint8) if array.dtype == dtype else None
+
+    def copy(lo: int, out: np.ndarray) -> None:
+        flat.gather(array, lo // dtype.itemsize, out.view(dtype))
+
+    return Content(array.nbytes, copy, table, memory)
 
 
 def bytes_content(data: bytes | memoryview) -> Content:
@@ -68,26 +86,35 @@ def bytes_content(data: bytes | memoryview) -> Content:
 def write_image(fd: int, image: Image, contents: Sequence[Content]) -> tuple[str, int]:
     """**Local.** Write the image with its datasets' `contents` to `fd`, padded to whole pages; (sha256, crc32c) of it.
 
-    The caller's thread copies and takes the crc32c, one lane takes the sha256, two write. Raises what any of them
-    raised, with all of them ended.
+    The caller's thread takes the crc32c, and copies what does not lie ready in memory; one lane takes the sha256, two
+    write. Raises what any of them raised, with all of them ended.
     """
-    sha256, source = hashlib.sha256(), _Source(image, contents)
+    sha256, source, lo = hashlib.sha256(), _Source(image, contents), 0
     with staging("sha256", "write", "write") as (slots, (hashing, *writing)):
-        for i, lo in enumerate(range(0, image.nbytes, SLOT_BYTES)):
-            slot = slots[i % len(slots)]
-            slot.settle()
-            piece = slot.buffer[: min(SLOT_BYTES, image.nbytes - lo)]
-            source.read_into(piece)
-            padded = slot.buffer[: direct.align_up(piece.size)]
-            writer = writing[i % len(writing)]
-            slot.jobs = [hashing.submit(sha256.update, piece), writer.submit(direct.write_all, fd, padded, lo)]
-        for slot in slots:
+        free, writers, in_place = itertools.cycle(slots), itertools.cycle(writing), deque[Slot]()
+        while lo < image.nbytes:
+            piece = source.in_place()
+            if piece is not None:
+                slot = Slot(piece)
+                in_place.append(slot)
+            else:
+                slot = next(free)
+                slot.settle()
+                piece = source.copied(slot.buffer)
+            pages = slot.buffer[: direct.align_up(piece.size)]
+            if piece.size < pages.size:  # the last piece, never in place
+                pages[piece.size :] = 0
+            slot.jobs = [hashing.submit(sha256.update, piece), next(writers).submit(direct.write_all, fd, pages, lo)]
+            lo += piece.size
+            if len(in_place) > _AHEAD:
+                in_place.popleft().settle()
+        for slot in (*in_place, *slots):
             slot.settle()
     return sha256.hexdigest(), source.crc.value
 
 
 class _Source:
-    """The bytes of the image from first to last, and their crc32c so far."""
+    """The image from first to last, in pieces that begin on a page of the file, and their crc32c so far."""
 
     def __init__(self, image: Image, contents: Sequence[Content]) -> None:
         self.crc = RunningCrc()
@@ -95,16 +122,38 @@ class _Source:
         self._part = next(self._parts)
         self._at = 0  # in the part
 
-    def read_into(self, out: np.ndarray) -> None:
-        """The next `out.size` bytes."""
-        while out.size:
-            while self._at == self._part.nbytes:
-                self._part, self._at = next(self._parts), 0
-            piece = out[: self._part.nbytes - self._at]
+    def in_place(self) -> np.ndarray | None:
+        """The next piece where it lies in memory, or None: then it has to be copied."""
+        self._find_part()
+        piece = self._part.in_place(self._at)
+        if piece is not None:
+            self._pass(piece)
+        return piece
+
+    def copied(self, room: np.ndarray) -> np.ndarray:
+        """The next piece, copied into `room`. It ends when that is full, before bytes in place, and with the file."""
+        done = 0
+        while done < room.size and self._find_part():
+            if done and done % direct.ALIGN == 0 and self._part.in_place(self._at) is not None:
+                break
+            piece = room[done : done + self._part.nbytes - self._at]
             self._part.copy(self._at, piece)
-            self._digest(piece)
-            self._at += piece.size
-            out = out[piece.size :]
+            self._pass(piece)
+            done += piece.size
+        return room[:done]
+
+    def _find_part(self) -> bool:
+        """Go to the part that has the next byte. False at the end of the file."""
+        while self._at == self._part.nbytes:
+            following = next(self._parts, None)
+            if following is None:
+                return False
+            self._part, self._at = following, 0
+        return True
+
+    def _pass(self, piece: np.ndarray) -> None:
+        self._digest(piece)
+        self._at += piece.size
 
     def _digest(self, piece: np.ndarray) -> None:
         table, at = self._part.table, self._at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,11 +20,15 @@ _AHEAD = SLOTS - 2  # the others: one in the consumer's hands, one whose jobs ma
 
 @dataclass(frozen=True)
 class Range(Generic[T]):
-    """Bytes lo..hi-1 of a file, at most SLOT_BYTES, and what the reader of it wants to remember."""
+    """Bytes lo..hi-1 of a file, and what the reader of it wants to remember.
+
+    They go into `memory` (uint8, whole pages that begin on one), or, at most SLOT_BYTES of them, into a slot.
+    """
 
     lo: int
     hi: int
     tag: T
+    memory: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Piece(Generic[T]):
     slot: Slot
 
 
-def whole_file(nbytes: int) -> Iterator[Range[None]]:
-    """The ranges that make a file of `nbytes`."""
-    return (Range(lo, min(lo + SLOT_BYTES, nbytes), None) for lo in range(0, nbytes, SLOT_BYTES))
+def stretch(begin: int, end: int) -> Iterator[Range[None]]:
+    """The ranges, one slot each, that make the bytes begin..end-1 of a file; `begin` on a page."""
+    return (Range(lo, min(lo + SLOT_BYTES, end), None) for lo in range(begin, end, SLOT_BYTES))
 
 
 def read_ahead(fd: int, ranges: Iterable[Range[T]], slots: Sequence[Slot], lanes: Sequence[Lane]) -> Iterator[Piece[T]]:
@@ -46,10 +51,10 @@ def read_ahead(fd: int, ranges: Iterable[Range[T]], slots: Sequence[Slot], lanes
     Jobs that are put into the piece's slot may use the data longer: the slot is not read into before they are done.
     """
     waiting: deque[tuple[Range[T], Slot, Future[int]]] = deque()
-    for i, wanted in enumerate(ranges):
-        slot = slots[i % len(slots)]
+    free = itertools.cycle(slots)
+    for wanted, lane in zip(ranges, itertools.cycle(lanes), strict=False):
+        slot = next(free) if wanted.memory is None else Slot(wanted.memory)
         slot.settle()
-        lane = lanes[i % len(lanes)]
         waiting.append((wanted, slot, lane.submit(direct.read_into, fd, slot.buffer, wanted.lo, wanted.hi - wanted.lo)))
         if len(waiting) > _AHEAD:
             yield _take(waiting)

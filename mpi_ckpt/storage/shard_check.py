@@ -13,7 +13,7 @@ from pathlib import Path
 from mpi_ckpt.errors import CorruptShard, MissingShard
 from mpi_ckpt.storage import direct, names
 from mpi_ckpt.storage.crc import crc32c, hexadecimal
-from mpi_ckpt.storage.read_ahead import read_ahead, whole_file
+from mpi_ckpt.storage.read_ahead import read_ahead, stretch
 from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.staging import staging
 
@@ -60,7 +60,7 @@ def hash_file(path: Path) -> tuple[str, str]:
 def _digests(path: Path, *, with_sha256: bool) -> tuple[str | None, str]:
     sha256, crc = hashlib.sha256(), 0
     with opened(path) as fd, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
-        for piece in read_ahead(fd, whole_file(os.fstat(fd).st_size), slots, reading):
+        for piece in read_ahead(fd, stretch(0, os.fstat(fd).st_size), slots, reading):
             if with_sha256:
                 piece.slot.jobs.append(hashing.submit(sha256.update, piece.data))
             crc = crc32c(piece.data, crc)

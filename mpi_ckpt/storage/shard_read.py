@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from mpi_ckpt.layout import Block
 from mpi_ckpt.storage.block_read import BlockRead, block_read
 from mpi_ckpt.storage.crc import CHUNK, crc32c, hexadecimal, n_chunks
-from mpi_ckpt.storage.read_ahead import Piece, read_ahead, whole_file
+from mpi_ckpt.storage.read_ahead import Piece, Range, read_ahead, stretch
 from mpi_ckpt.storage.records import BlockRecord, ShardRecord
 from mpi_ckpt.storage.shard_check import check_structure, corrupt, differs, missing, opened
 from mpi_ckpt.storage.staging import staging
@@ -50,7 +50,8 @@ def read_blocks(path: Path, reads: Iterable[tuple[BlockRecord, Block, np.ndarray
             _check_length(path, piece)
             if tables:
                 _check_chunks(path, read, piece.data, lo, tables[read])
-            read.put(piece.data, lo)
+            if piece.range.memory is None:
+                read.put(piece.data, lo)
             nbytes += piece.data.size
     return nbytes
 
@@ -71,19 +72,21 @@ def read_shard(
     if verify != "full":
         return read_blocks(path, reads, "crc32c" if verify == "quick" else "none")
     todo = deque(sorted(_plan(reads), key=lambda read: read.record.offset))
-    sha256 = hashlib.sha256()
+    sha256, ranges = hashlib.sha256(), list(_file_ranges(record.nbytes, todo))
     with opened(path) as fd, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
-        for piece in read_ahead(fd, whole_file(record.nbytes), slots, reading):
-            piece.slot.jobs.append(hashing.submit(sha256.update, piece.data))
+        hashed = []
+        for piece in read_ahead(fd, ranges, slots, reading):
+            hashed.append(hashing.submit(sha256.update, piece.data))
+            piece.slot.jobs.append(hashed[-1])
             _check_length(path, piece)
             while todo and todo[0].end <= piece.range.lo:
                 todo.popleft()
             for read in todo:
-                if read.record.offset >= piece.range.hi:
+                if read.record.offset >= piece.range.hi or piece.range.memory is not None:
                     break
                 read.put(piece.data, piece.range.lo)
-        for slot in slots:
-            slot.settle()
+        for job in hashed:
+            job.result()
     if sha256.hexdigest() != record.sha256:
         raise differs(path, found=f"sha256 {sha256.hexdigest()}", expected=f"sha256 {record.sha256}")
     return record.nbytes
@@ -108,6 +111,16 @@ def map_block(path: Path, block: BlockRecord, dtype: str | np.dtype) -> np.ndarr
         raise missing(path) from None
     except ValueError as error:  # the file ends before the block does
         raise corrupt(path, "a shard is too short for one of its blocks", found=error, expected=block) from None
+
+
+def _file_ranges(nbytes: int, reads: Iterable[BlockRead]) -> Iterator[Range[Any]]:
+    """The ranges that make a file of `nbytes`, with what `reads`, in the order of the file, can take in place."""
+    end = 0
+    for wanted in (wanted for read in reads for wanted in read.ranges() if wanted.memory is not None):
+        yield from stretch(end, wanted.lo)
+        yield wanted
+        end = wanted.hi
+    yield from stretch(end, nbytes)
 
 
 def _plan(reads: Iterable[tuple[BlockRecord, Block, np.ndarray]]) -> list[BlockRead]:

@@ -3,6 +3,9 @@
 A stream is cut into pieces of SLOT_BYTES. A piece lies in one slot; jobs on it (hash it, write it) run in lanes, and
 the slot is used again when all of them are done. Threads of a lane run its jobs in order, so a digest may be one.
 The buffers stay after use for the next stream: the first touch of memory costs ten times a copy into it.
+
+Bytes that lie in the caller's own memory as the file has them, and begin on a page, need no slot: disks reach them
+there, in pieces of IN_PLACE_BYTES. That saves a copy, and threads that wake up less often.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 SLOT_BYTES = 2 << 20
 SLOTS = 6  # 12 MiB a stream
+IN_PLACE_BYTES = 8 << 20
 
 
 class Lane:
@@ -62,7 +66,7 @@ class Lane:
 
 @dataclass
 class Slot:
-    """One page-aligned buffer, uint8 [SLOT_BYTES], and the jobs that still use it."""
+    """One page-aligned buffer, uint8 [SLOT_BYTES], or a piece in place, and the jobs that still use it."""
 
     buffer: np.ndarray
     jobs: list[Future[Any]] = field(default_factory=list)
