@@ -69,7 +69,7 @@ def report(
     figures: dict[str, list[float]],
     targets: dict[str, str],
 ) -> None:
-    """Print both tables, of what was measured and of the figures (ratios by rounds, the median counts); write --json."""
+    """Print what was measured, and the figures: ratios by rounds, of which the median counts. Write --json."""
     mib = result["nbytes"] / 2**20
     print(
         f"\n{title}: {args.ranks} ranks, {mib:.0f} MiB together, median of {args.rounds} rounds, and lowest - highest\n"

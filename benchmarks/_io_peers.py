@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 PAGE = 4096
-PIECE = 4 << 20  # bytes of one request of the raw limits
+PIECE = 16 << 20  # bytes of one request of the raw limits
 HASH_PIECE = 1 << 20
 DCP_THREADS = 1  # of a rank: two and four were no faster where a rank has half a core
 
@@ -34,10 +34,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def page_aligned(nbytes: int) -> np.ndarray:
-    """Touched memory, uint8 [nbytes], at the beginning of a page, and rounded up to whole pages behind the scenes."""
-    pages = np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE), np.uint8)
+    """Touched memory, uint8 [nbytes], that begins on a page; huge pages, if there are any, as NumPy's arrays have."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)
     pages.fill(1)
-    return pages[:nbytes]
+    return pages
 
 
 def joined(arrays: Arrays) -> np.ndarray:

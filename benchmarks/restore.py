@@ -3,10 +3,10 @@
     python benchmarks/restore.py [--ranks 4] [--mib 512] [--rounds 7] [--dir DIR] [--json FILE]
 
 Ours checks what it reads: `full` the sha256 of every file, `quick` the crc32c of every MiB; DCP checks nothing. The
-limit is the fastest raw read of as many bytes by the same ranks (O_DIRECT with one and with four threads a rank, and
-through the page cache) into memory that was touched before. Before every measurement all files are fsynced and dropped
-from the page cache (POSIX_FADV_DONTNEED). In the warm-up the arrays are emptied first and compared afterwards.
-See `_io_bench.py` for how it is measured.
+limit is the fastest raw read of the same files by the same ranks (O_DIRECT with one and with four threads a rank, and
+through the page cache) into memory that was touched before; files elsewhere on the disk may be read at another rate.
+Before every measurement all files are fsynced and dropped from the page cache (POSIX_FADV_DONTNEED). In the warm-up the
+arrays are emptied first and compared afterwards. See `_io_bench.py` for how it is measured.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def work(args: argparse.Namespace) -> None:
     arrays = arrays_of(state)
     expected = {key: array.copy() for key, array in arrays.items()}
     raw, tensors = peers.joined(arrays), peers.dcp_state(arrays, comm.rank)
-    raw_file = make_dir(comm, directory / "raw") / f"rank{comm.rank}"
-    peers.write_raw(raw_file, raw, direct=True, threads=1)
+    raw_file = directory / "ours" / "step_00000001" / f"rank{comm.rank:05d}.h5"
     peers.dcp_save(make_dir(comm, directory / "dcp"), tensors)
 
     def cold(read: Callable[[], object]) -> Callable[[int], float]:

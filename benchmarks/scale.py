@@ -177,6 +177,7 @@ def manifest(comm: MPI.Comm, directory: Path, args: argparse.Namespace) -> dict[
         processor.append(time.process_time() - busy)
         if found != built:
             raise RuntimeError("the manifest did not come back as it was written")
+        del built, found  # a rank has one manifest at a time
         for phase, values in enumerate(seconds.values()):
             values.append(times[phase + 1] - times[phase])
     return {"s": seconds, "processor": processor, "nbytes": names.manifest_path(path).stat().st_size}

@@ -93,7 +93,7 @@ def meet(comm) -> None:
     """A barrier that sleeps: ranks that only wait leave the few cores to those that work."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(0.001)
+        time.sleep(0.002)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_agreements_meet_no_messages_of_the_application(comm):
 
 
 @pytest.mark.mpi(ranks=[4], timeout=30, unit="s")
-def test_any_communicator_will_do(comm, mpi_tmp_path):
+def test_any_communicator_will_do(comm, shared_path):
     from mpi_ckpt import Checkpointer, Shard
 
     colour = comm.rank % 2
@@ -211,7 +211,7 @@ def test_any_communicator_will_do(comm, mpi_tmp_path):
         assert caught.value.rank == part.size - 1, "a rank is one of the communicator that was passed in"
         shape = (part.size * 3, 5)
         rows = np.arange(15.0).reshape(3, 5) + 100 * part.rank
-        with Checkpointer(mpi_tmp_path / name, part) as ckpt:
+        with Checkpointer(shared_path / name, part) as ckpt:
             ckpt.save(1, {"u": Shard(rows, (3 * part.rank, 0), shape), "name": name})
             ckpt.wait_until_finished()
             state = {"u": Shard(np.zeros((3, 5)), (3 * part.rank, 0), shape), "name": ""}

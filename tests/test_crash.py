@@ -129,12 +129,12 @@ def stride(usual: int) -> int:
 @pytest.mark.parametrize("mode", [["--sync"], []], ids=["sync", "async"])
 @pytest.mark.parametrize("scenario", SAVES)
 def test_rank_0_killed_at_any_operation_leaves_the_old_or_the_new_step(two, scenario, mode):
-    two.restart(sweep(two, scenario, mode, 0, stride(1 if mode else 4)))
+    two.restart(sweep(two, scenario, mode, 0, stride(1 if mode else 6)))
 
 
 @pytest.mark.parametrize(("rank", "scenario"), [(1, "overwrite"), (2, "rotation")])
 def test_any_rank_killed_at_any_operation_leaves_the_old_or_the_new_step(three, rank, scenario):
-    three.restart(sweep(three, scenario, [], rank, stride(1)))
+    three.restart(sweep(three, scenario, [], rank, stride(2)))
 
 
 @pytest.mark.parametrize("scenario", SAVES)

@@ -74,8 +74,8 @@ def check_intact(comm, root) -> None:
 
 @mpi
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "again"])
-def test_a_fault_on_any_rank_in_any_phase_fails_the_save_on_all_and_only_it(comm, mpi_tmp_path, overwrite):
-    root = mpi_tmp_path / "root"
+def test_a_fault_on_any_rank_in_any_phase_fails_the_save_on_all_and_only_it(comm, shared_path, overwrite):
+    root = shared_path / "root"
     cases = [(rank, *case) for rank in range(comm.size) for case in ON_ANY_RANK] + [(0, *case) for case in ON_RANK_0]
     with Checkpointer(root, comm, keep=None, async_io=False) as ckpt:
         ckpt.save(1, mine(comm, 1))
@@ -103,7 +103,7 @@ def test_a_fault_on_any_rank_in_any_phase_fails_the_save_on_all_and_only_it(comm
 
 
 @mpi
-def test_when_the_manifest_cannot_be_taken_back_the_outcome_is_unknown_and_every_file_stays(comm, mpi_tmp_path):
+def test_when_the_manifest_cannot_be_taken_back_the_outcome_is_unknown_and_every_file_stays(comm, shared_path):
     def durable() -> Fault:
         """The fsync after the manifest's rename fails."""
         return Fault("fsync", DIRECTORY, EIO, skip=1)
@@ -115,7 +115,7 @@ def test_when_the_manifest_cannot_be_taken_back_the_outcome_is_unknown_and_every
         "rename": (True, [durable(), Fault("rename", "*/manifest.json", EIO, skip=1)]),
     }
     for name, (overwrite, faults) in cases.items():
-        root = mpi_tmp_path / name
+        root = shared_path / name
         with Checkpointer(root, comm, keep=None, async_io=False) as ckpt:
             for step in (1, 2) if overwrite else (1,):
                 ckpt.save(step, mine(comm, step, "old"))
@@ -140,8 +140,8 @@ def test_when_the_manifest_cannot_be_taken_back_the_outcome_is_unknown_and_every
 
 
 @mpi
-def test_the_error_of_an_asynchronous_save_is_raised_by_whatever_comes_next(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
+def test_the_error_of_an_asynchronous_save_is_raised_by_whatever_comes_next(comm, shared_path):
+    root = shared_path / "root"
 
     def poll(ckpt) -> None:
         deadline = time.monotonic() + 10
@@ -187,13 +187,13 @@ def test_the_error_of_an_asynchronous_save_is_raised_by_whatever_comes_next(comm
 
 
 @mpi
-def test_a_callback_that_raises_on_one_rank_stops_nobody(comm, mpi_tmp_path):
+def test_a_callback_that_raises_on_one_rank_stops_nobody(comm, shared_path):
     def on_event(event: dict) -> None:
         if comm.rank == 1:
             raise RuntimeError(f"no interest in {event}")
 
     began = time.monotonic()
-    with Checkpointer(mpi_tmp_path / "root", comm, keep=2, timeout=10, on_event=on_event) as ckpt:
+    with Checkpointer(shared_path / "root", comm, keep=2, timeout=10, on_event=on_event) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, mine(comm, step))
         check_restores(comm, ckpt, 4)
@@ -202,14 +202,14 @@ def test_a_callback_that_raises_on_one_rank_stops_nobody(comm, mpi_tmp_path):
 
 
 @mpi
-def test_an_interrupt_on_one_rank_while_it_writes_fails_the_save_on_all(comm, mpi_tmp_path):
+def test_an_interrupt_on_one_rank_while_it_writes_fails_the_save_on_all(comm, shared_path):
     class Interrupt(Fault):
         def _strike(self) -> None:
             with contextlib.suppress(OSError):
                 return super()._strike()
             raise KeyboardInterrupt
 
-    root = mpi_tmp_path / "root"
+    root = shared_path / "root"
     with Checkpointer(root, comm, async_io=False) as ckpt:
         for step, rank in enumerate(range(comm.size), start=1):
             with faults_on(comm, rank, root, Interrupt("fsync", FILE, EIO)):
@@ -236,34 +236,35 @@ class Slow(Fault):
         return None
 
 
+def failure(ckpt: Checkpointer, step: int, saved: dict) -> CheckpointError | None:
+    """What saving ended with on this rank."""
+    try:
+        ckpt.save(step, saved)
+        ckpt.wait_until_finished()
+    except CheckpointError as error:
+        return error
+    return None
+
+
 @mpi
 @pytest.mark.parametrize("async_io", [False, True], ids=["sync", "async"])
-def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it(comm, mpi_tmp_path, async_io):
-    root = mpi_tmp_path / "root"
-
-    def failure(ckpt: Checkpointer, step: int, tag: str) -> CheckpointError | None:
-        try:
-            ckpt.save(step, mine(comm, step, tag))
-            ckpt.wait_until_finished()
-        except CheckpointError as error:
-            return error
-        return None
-
+def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it(comm, shared_path, async_io):
+    root = shared_path / "root"
     with Checkpointer(root, comm, keep=None, timeout=0.5, async_io=async_io) as ckpt:
         ckpt.save(1, mine(comm, 1))
         ckpt.wait_until_finished()
         for step, rank in ((2, 1), (3, 2)):
             comm.Barrier()
             began = time.monotonic()
-            with faults_on(comm, rank, root, Slow("fsync", f"step_{step:08d}/rank*.tmp", 1.6)):
-                error = failure(ckpt, step, "late")
+            with faults_on(comm, rank, root, Slow("fsync", f"step_{step:08d}/rank*.tmp", 2.0)):
+                error = failure(ckpt, step, mine(comm, step, "late"))
                 seconds = time.monotonic() - began
             assert type(error) is SaveFailed
             assert error.rank == rank
             assert f"no word from rank {rank}" in str(error)
-            assert seconds > 1.5 if comm.rank == rank else seconds < 1.3
+            assert seconds > 1.9 if comm.rank == rank else seconds < 1.8
             # The others do not wait: they try again at once, while the old file may still arrive.
-            while (error := failure(ckpt, step, "in time")) is not None:
+            while (error := failure(ckpt, step, mine(comm, step, "in time"))) is not None:
                 assert f"no word from rank {rank}" in str(error)
                 assert time.monotonic() - began < 10
             check_restores(comm, ckpt, step, "in time")
@@ -272,31 +273,26 @@ def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it
 
 
 @mpi
-def test_when_the_disk_of_rank_0_hangs_the_others_know_that_they_do_not_know(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
-    with (
-        contextlib.suppress(SystemExit),
-        faults_on(comm, 0, root, Slow("fsync", "step_00000002/rank*.tmp", 1.8)),
-        Checkpointer(root, comm, timeout=0.5, async_io=False) as ckpt,
-    ):
-        ckpt.save(1, mine(comm, 1))
-        if comm.rank == 0:
-            with contextlib.suppress(CheckpointError):  # it commits; that nobody is there afterwards is another matter
-                ckpt.save(2, mine(comm, 2))
-        else:
-            with pytest.raises(OutcomeUnknown, match="outcome unknown: no word from rank 0"):
-                ckpt.save(2, mine(comm, 2))
-        raise SystemExit  # each rank on its own, as a program does that had enough
-    comm.Barrier()
-    with Checkpointer(root, comm) as ckpt:
-        check_restores(comm, ckpt, 2)
-        ckpt.save(3, mine(comm, 3))
-    check_intact(comm, root)
+def test_when_the_disk_of_rank_0_hangs_the_others_do_not_know_the_outcome_and_the_next_save_works(comm, shared_path):
+    for async_io in (False, True):
+        root = shared_path / f"root{async_io}"
+        slow = Slow("fsync", "step_00000002/rank*.tmp", 1.8)
+        with faults_on(comm, 0, root, slow), Checkpointer(root, comm, timeout=0.5, async_io=async_io) as ckpt:
+            assert failure(ckpt, 1, mine(comm, 1)) is None
+            error = failure(ckpt, 2, mine(comm, 2))
+            if comm.rank > 0:
+                assert type(error) is OutcomeUnknown
+                assert "outcome unknown: no word from rank 0" in str(error)
+            comm.Barrier()
+            check_restores(comm, ckpt, 2)  # rank 0 had all votes, so it did commit
+            assert failure(ckpt, 3, mine(comm, 3)) is None
+            check_restores(comm, ckpt, 3)
+        check_intact(comm, root)
 
 
 @mpi
-def test_what_cannot_be_deleted_does_not_fail_a_save_and_is_no_step(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
+def test_what_cannot_be_deleted_does_not_fail_a_save_and_is_no_step(comm, shared_path):
+    root = shared_path / "root"
     cases = [("rmdir", "step_00000001", EACCES), ("unlink", "*/rank00001.h5", EIO), ("fsync", "step_00000001", EIO)]
     with Checkpointer(root, comm, keep=2, async_io=False) as ckpt:
         for call, pattern, code in cases:
@@ -318,8 +314,8 @@ def test_what_cannot_be_deleted_does_not_fail_a_save_and_is_no_step(comm, mpi_tm
 
 
 @mpi
-def test_a_failed_save_costs_no_step_and_blocks_none(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
+def test_a_failed_save_costs_no_step_and_blocks_none(comm, shared_path):
+    root = shared_path / "root"
     with Checkpointer(root, comm, keep=1) as ckpt:
         ckpt.save(10, mine(comm, 10))
         with faults_on(comm, 2, root, Fault("fsync", "step_00000020/*.tmp", ENOSPC)):
@@ -333,8 +329,8 @@ def test_a_failed_save_costs_no_step_and_blocks_none(comm, mpi_tmp_path):
 
 
 @mpi
-def test_fifty_saves_back_to_back_amid_the_application_s_own_collectives(comm, mpi_tmp_path):
-    root = mpi_tmp_path / "root"
+def test_fifty_saves_back_to_back_amid_the_application_s_own_collectives(comm, shared_path):
+    root = shared_path / "root"
     mutable = mine(comm, 0)
     with Checkpointer(root, comm, keep=None) as ckpt:
         for step in range(1, 51):

@@ -94,6 +94,7 @@ class Checkpointer:
         self._began = self._last_save = time.monotonic()
         self._seconds_before = 0.0  # of the launches that this one continues
         self._cost: float | None = None  # seconds that the last save kept the application waiting
+        self._calls = 0  # of collective methods, the same on all ranks whatever has failed in them
         self._closed = False
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -134,7 +135,9 @@ class Checkpointer:
         was committed, here or by the save before this one.
         """
         began = time.monotonic()
+        self._begin_call()
         self.wait_until_finished()
+        self._commits.start_series(self._calls)
         taken, nbytes = self._stage(_check_step(step), state, {"meta": meta or {}, "metrics": metrics or {}}, overwrite)
         request = commit.Request(
             root=self.root,
@@ -221,6 +224,7 @@ class Checkpointer:
         Structure is checked before any array is touched; after CorruptShard from a digest the arrays are undefined.
         Raises NoCheckpoint, WorldSizeMismatch, LayoutMismatch, MissingShard, CorruptShard, InvalidManifest.
         """
+        self._begin_call()
         self.wait_until_finished()
         options = restore.Options(step, None if keys is None else tuple(keys), world_size, verify, on_damage)
         began = time.monotonic()
@@ -239,6 +243,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """**Collective.** The committed steps in ascending order, as rank 0 sees them."""
+        self._begin_call()
         return self._decisions.share(lambda: names.list_steps(self.root))
 
     def latest_step(self) -> int | None:
@@ -251,6 +256,7 @@ class Checkpointer:
 
         For going back on purpose: whatever interrupts it, what is left is a beginning of the run.
         """
+        self._begin_call()
         self.wait_until_finished()
 
         def discard() -> list[int]:
@@ -265,6 +271,10 @@ class Checkpointer:
     def wall_clock_seconds(self) -> float:
         """Seconds since the run began, summed over its launches."""
         return self._seconds_before + time.monotonic() - self._began
+
+    def _begin_call(self) -> None:
+        self._calls += 1
+        self._decisions.start_series(self._calls)
 
     # -- the save in flight ------------------------------------------------------------------------------------------
 

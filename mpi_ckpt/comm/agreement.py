@@ -53,8 +53,15 @@ class Council:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.timeout = timeout
-        self._agreements = 0
+        self._series = self._agreements = 0
         self._unsent: list[MPI.Request] = []  # they own the bytes that a silent rank may still fetch
+
+    def start_series(self, series: int) -> None:
+        """**Local.** Begin to count agreements anew; all ranks give the same number, another one each time.
+
+        Ranks that left the last series at different agreements, because rank 0 was silent, are in step again.
+        """
+        self._series, self._agreements = series, 0
 
     def close(self) -> None:
         """**Collective.** Free the duplicated communicator."""
@@ -106,12 +113,12 @@ class Council:
     # Each carries the number of its agreement. What was sent to a rank that had given up stays in MPI's queue, and must
     # not be taken for an answer when its tag comes round again.
 
-    def _begin(self) -> tuple[int, int, int]:
+    def _begin(self) -> tuple[tuple[int, int], int, int]:
         """The number of the next agreement, and the tags of its votes and of its outcome."""
         self._unsent = [request for request in self._unsent if not request.test()[0]]
-        number = self._agreements
+        number = self._series, self._agreements
+        tag = 2 * (self._agreements % _TAGS)
         self._agreements += 1
-        tag = 2 * (number % _TAGS)
         return number, tag, tag + 1
 
     def _lead(

@@ -66,10 +66,10 @@ def array_content(array: np.ndarray | StreamedArray, table: np.ndarray) -> Conte
     """An array of any strides and byte order, or a streamed one, stored little-endian in C order."""
     if isinstance(array, StreamedArray):
         return Content(array.nbytes, array.copy, table)
-    array, dtype, memory = np.asarray(array), array.dtype.newbyteorder("<"), None
+    dtype, memory = array.dtype.newbyteorder("<"), None
     if array.flags.c_contiguous:
         array = array.reshape(-1)  # no copy, and a run of elements is a single slice
-        memory = array.view(np.uint8) if array.dtype == dtype else None
+        memory = np.asarray(array).reshape(-1).view(np.uint8) if array.dtype == dtype else None
 
     def copy(lo: int, out: np.ndarray) -> None:
         flat.gather(array, lo // dtype.itemsize, out.view(dtype))
