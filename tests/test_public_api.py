@@ -67,7 +67,10 @@ def advance(u):
     u += rng.standard_normal(u.shape)
 """
 AFTER = """
-print(f"rank {comm.rank}: from step {found.step if found else None}, dt {state['dt']},", u.tobytes().hex(), flush=True)
+line = f"rank {comm.rank}: from step {found.step if found else None}, dt {state['dt']}, {u.tobytes().hex()}"
+lines = comm.gather(line)  # printed by one rank: the lines of several may mix
+if comm.rank == 0:
+    print(*lines, sep=chr(10), flush=True)
 """
 
 
