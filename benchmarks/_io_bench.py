@@ -31,12 +31,12 @@ BYTES_A_PARAMETER = 14
 Seconds = dict[str, list[float]]  # of each contender, by rounds
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """The options that the three benchmarks have in common. Ends the program for a wrong one."""
+def parse_arguments(description: str | None, mib: int) -> argparse.Namespace:
+    """The options that the three benchmarks have in common, `mib` by default. Ends the program for a wrong one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="MPI ranks (default 4)")
-    parser.add_argument("--mib", type=int, default=512, help="state of all ranks together, in MiB (default 512)")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender (default 7)")
+    parser.add_argument("--mib", type=int, default=mib, help=f"state of all ranks together, in MiB (default {mib})")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender (default 5)")
     parser.add_argument(
         "--dir", default=".", help="where the files go, for a while: a directory on the disk to measure"
     )

@@ -1,6 +1,6 @@
 """The rate of a cold restore into the arrays of a running program, beside a raw read and PyTorch DCP's load.
 
-    python benchmarks/restore.py [--ranks 4] [--mib 512] [--rounds 7] [--dir DIR] [--json FILE]
+    python benchmarks/restore.py [--ranks 4] [--mib 1024] [--rounds 5] [--dir DIR] [--json FILE]
 
 Ours checks what it reads: `full` the sha256 of every file, `quick` the crc32c of every MiB; DCP checks nothing. The
 limit is the fastest raw read of the same files by the same ranks (O_DIRECT with one and with four threads a rank, and
@@ -40,7 +40,7 @@ TARGETS = {"restore_quick_vs_raw": ">= 0.9", "restore_full_vs_raw": ">= 0.8", "r
 
 
 def main() -> None:
-    args = parse_arguments(__doc__)
+    args = parse_arguments(__doc__, mib=1024)
     if args.worker:
         work(args)
         return

@@ -1,6 +1,6 @@
 """The rate of a synchronous save, beside the limits of the machine and beside other ways to save the same state.
 
-    python benchmarks/save.py [--ranks 4] [--mib 512] [--rounds 7] [--dir DIR] [--json FILE]
+    python benchmarks/save.py [--ranks 4] [--mib 1024] [--rounds 5] [--dir DIR] [--json FILE]
 
 Ours writes one HDF5 file a rank with sha256 and crc32c, fsyncs everything, and commits a manifest. Limits: the fastest
 raw write + fsync of as many bytes by the same ranks (O_DIRECT with one and with four threads a rank, and through the
@@ -41,7 +41,7 @@ TARGETS = {"save_vs_limit": ">= 0.9", "save_vs_dcp": ">= 2", "save_vs_gather": "
 
 
 def main() -> None:
-    args = parse_arguments(__doc__)
+    args = parse_arguments(__doc__, mib=1024)
     if args.worker:
         work(args)
         return

@@ -1,6 +1,6 @@
 """What an asynchronous save costs the application: how long `save` blocks, and how much slower the steps beside it are.
 
-    python benchmarks/stall.py [--ranks 4] [--mib 512] [--rounds 7] [--dir DIR] [--json FILE]
+    python benchmarks/stall.py [--ranks 4] [--mib 512] [--rounds 5] [--dir DIR] [--json FILE]
 
 The stall is the time that `save` of a default Checkpointer keeps the slowest rank; nothing was in flight before. It is
 compared with a memcpy of the same arrays to memory that was touched before, and with the time until PyTorch DCP's
@@ -50,7 +50,7 @@ PLAIN_STEPS = 200
 
 
 def main() -> None:
-    args = parse_arguments(__doc__)
+    args = parse_arguments(__doc__, mib=512)
     if args.worker:
         work(args)
         return

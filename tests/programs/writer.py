@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def main() -> None:
         with watched(arguments.root, block):
             run(arguments)
     except CheckpointError as error:
-        print(f"[rank {comm.rank}] {type(error).__name__}: {error}", flush=True)
+        sys.stdout.write(f"[rank {comm.rank}] {type(error).__name__}: {error}\n")  # one write: lines must not mix
         leave_together(comm, 3)
 
 
