@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 PAGE = 4096
 PIECE = 16 << 20  # bytes of one request of the raw limits
 HASH_PIECE = 1 << 20
-DCP_THREADS = 1  # of a rank: two and four were no faster where a rank has half a core
+DCP_THREADS = 1  # a rank: with four ranks on two cores there is less than a core for each
 
 Arrays = dict[str, np.ndarray]
 
