@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi_ckpt.checkpoint.sharded import save_sharded as save_sharded
     from mpi_ckpt.checkpoint.sharded import verify_resume as verify_resume
     from mpi_ckpt.checkpoint.state import PerRank as PerRank
+    from mpi_ckpt.comm.abort import abort_on_uncaught_exceptions as abort_on_uncaught_exceptions
     from mpi_ckpt.errors import CheckpointError as CheckpointError
     from mpi_ckpt.errors import CorruptShard as CorruptShard
     from mpi_ckpt.errors import DirectoryInUse as DirectoryInUse
@@ -42,6 +43,7 @@ _HOMES = {
     "mpi_ckpt.checkpoint.read": ("read",),
     "mpi_ckpt.checkpoint.sharded": ("load_sharded", "save_sharded", "verify_resume"),
     "mpi_ckpt.checkpoint.state": ("PerRank",),
+    "mpi_ckpt.comm.abort": ("abort_on_uncaught_exceptions",),
     "mpi_ckpt.errors": (
         "CheckpointError",
         "CorruptShard",

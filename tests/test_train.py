@@ -127,7 +127,7 @@ def test_a_kill_at_a_random_moment_loses_nothing(reference, launch, victims):
         job = launch.start(RANKS, *command)
         deadline = time.monotonic() + 30
         while job.process.poll() is None and time.monotonic() < deadline:
-            if log.exists() and log.read_text().count("grad_norm") >= goal:  # so many steps later: in the loop or a save
+            if log.exists() and log.read_text().count("grad_norm") >= goal:
                 break
             time.sleep(0.001)
         ranks = job.ranks()
@@ -321,7 +321,9 @@ def test_bad_usage_is_said_once(launch):
     outcome = launch.train(RANKS, "--no-such-flag")
     assert outcome.status == 2
     assert outcome.stderr.count("unrecognized arguments") == 1
+    assert "expected an integer of at least 1" in launch.train(2, "--steps", "abc").stderr
     for flags in (["--n-head", "5"], ["--lr", "-1"], ["--ckpt-every", "sometimes"], ["--data", "missing.txt"]):
         outcome = launch.train(2, "--run-dir", "run", *flags)
         assert outcome.status != 0
         assert "expected" in outcome.stderr
+        assert "Traceback" not in outcome.stderr

@@ -100,17 +100,25 @@ def parse(speaks: bool) -> argparse.Namespace:
     """**Local.** The options; every rank reads the same line, and one of them says what is wrong with it."""
     parser = argparse.ArgumentParser(prog="heat2d", description="A hot disc on a cold plate, on any number of ranks.")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
-    parser.add_argument("--shape", type=shape, default=(203, 117), metavar="ROWS,COLUMNS", help="cells of the plate")
-    parser.add_argument("--steps", type=int, default=400, help="steps of the whole run (default 400)")
+    parser.add_argument("--shape", type=shape, default=(203, 117), metavar="ROWS,COLUMNS", help="cells (203,117)")
+    parser.add_argument("--steps", type=positive, default=400, help="steps of the whole run (default 400)")
     parser.add_argument("--every", default="50steps", help="when to save: 50steps, 10min (default 50steps)")
     parser.add_argument("--elastic", action="store_true", help="continue on another number of ranks")
     with contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO()):
         return parser.parse_args()
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer of at least 1")
+    return int(text)
+
+
 def shape(text: str) -> tuple[int, int]:
-    rows, columns = map(int, text.split(","))
-    return rows, columns
+    rows, comma, columns = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected two integers, as 203,117")
+    return positive(rows), positive(columns)
 
 
 def main() -> None:
@@ -119,7 +127,7 @@ def main() -> None:
     abort_on_uncaught_exceptions(comm)
     try:
         solve(comm, parse(speaks=comm.rank == 0))
-    except ExplainedError as error:
+    except (ExplainedError, ValueError) as error:
         if comm.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         leave_together(comm, 1)

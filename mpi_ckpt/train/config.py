@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpi_ckpt.checkpoint.cadence import Cadence
 from mpi_ckpt.errors import ExplainedError
 from mpi_ckpt.model.config import ModelConfig
 
@@ -77,6 +78,10 @@ class Options:
         _check("on_damage", self.on_damage, self.on_damage in ("raise", "older"), "raise or older")
         _check("log_every", self.log_every, self.log_every is None or self.log_every >= 1, "at least 1")
         _check("threads", self.threads, self.threads >= 1, "at least 1")
+        try:
+            Cadence.parse(self.ckpt_every)
+        except ValueError as error:
+            raise ConfigError(f"ckpt_every cannot be used: {error}") from error
 
     @property
     def resume_step(self) -> int | None:

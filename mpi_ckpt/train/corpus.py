@@ -65,14 +65,6 @@ def open_corpus(path: str, vocab_size: int) -> np.ndarray:
     or a token outside the vocabulary.
     """
     dtype = np.dtype("<u2" if path.endswith(".bin") else "u1")
-    if dtype.itemsize == 1 and vocab_size < 256:
-        raise ConfigError(
-            "the vocabulary is too small for the bytes of the data",
-            path=path,
-            found=f"vocab_size {vocab_size}",
-            expected="256 for text, which is read a byte a token",
-            action="Set the vocabulary to 256, or tokenize the text to uint16 into a file that ends in .bin.",
-        )
     try:
         nbytes = os.stat(path).st_size
         if nbytes == 0 or nbytes % dtype.itemsize:
@@ -92,6 +84,14 @@ def open_corpus(path: str, vocab_size: int) -> np.ndarray:
             expected="a regular file that this rank may read",
             action="Check the path: every rank opens the file by this same name.",
         ) from error
+    if dtype.itemsize == 1 and vocab_size < 256:
+        raise ConfigError(
+            "the vocabulary is too small for the bytes of the data",
+            path=path,
+            found=f"vocab_size {vocab_size}",
+            expected="256 for text, which is read a byte a token",
+            action="Set the vocabulary to 256, or tokenize the text to uint16 into a file that ends in .bin.",
+        )
     for first, part in _head_and_tail(tokens):
         check_vocabulary(part, vocab_size, path, first)
     return tokens

@@ -12,7 +12,7 @@ from mpi_ckpt.comm.collectives import gather_rows
 from mpi_ckpt.parallel.zero import StepResult
 from mpi_ckpt.storage import names
 from mpi_ckpt.train import checks, console
-from mpi_ckpt.train.config import Options, Settings
+from mpi_ckpt.train.config import Options, Settings, resolve
 from mpi_ckpt.train.data import Dataset, open_dataset
 from mpi_ckpt.train.metrics import MetricsLog
 from mpi_ckpt.train.run import CHECKPOINTS, Plan, choose_directory, plan_launch, store
@@ -29,6 +29,8 @@ def run(comm: MPI.Comm, explicit: dict[str, Any], steps: int | None, options: Op
     Raises ConfigError, CheckFailed or a CheckpointError, the same on every rank.
     """
     council = Council(comm)
+    if options.run_dir is None:
+        resolve(explicit, None, comm.size)  # a mistake must not leave a new directory behind
     run_dir = council.share(lambda: choose_directory(options))
     log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
     with Checkpointer(
