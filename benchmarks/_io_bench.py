@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _common import machine, median, require, run_ranks, spread, table, write_json
+from _common import machine, median, meet, require, run_ranks, spread, table, write_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -102,31 +102,24 @@ def arrays_of(state: State) -> dict[str, np.ndarray]:
     return {key: shard.array for key, shard in state.items()}
 
 
-def sleep_until_all(comm: MPI.Comm) -> None:
-    """**Collective.** A barrier in which nobody spins."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(5e-4)
-
-
 def timed(comm: MPI.Comm, work: Callable[[], Any]) -> float:
     """**Collective.** Seconds that `work` takes on the slowest rank; the same on all ranks."""
     comm.Barrier()
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
-    sleep_until_all(comm)
+    meet(comm)
     return max(comm.allgather(seconds))
 
 
 def settle(comm: MPI.Comm, *rubbish: Path) -> None:
     """**Collective.** Remove these directories, and wait until the disk has nothing left to do."""
-    sleep_until_all(comm)
+    meet(comm)
     if comm.rank == 0:
         for path in rubbish:
             shutil.rmtree(path, ignore_errors=True)
         os.sync()
-    sleep_until_all(comm)
+    meet(comm)
 
 
 def make_dir(comm: MPI.Comm, path: Path) -> Path:
