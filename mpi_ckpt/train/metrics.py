@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one strict JSON object a line, what happened and when, for people and programs alike.
 
+Every line has `time`, seconds since 1970 on rank 0's clock.
 A step:    {"step", "loss" [nats a token], "lr", "param_norm", "grad_norm", "step_seconds", "tokens_per_second"}
 An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes` in bytes over all ranks:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +39,8 @@ class MetricsLog:
 
     def write(self, row: dict[str, Any]) -> None:
         """**Local.** Append one line. A number that JSON does not have becomes null. Raises OSError."""
-        line = json.dumps({name: _strict(value) for name, value in row.items()}, allow_nan=False) + "\n"
+        stamped = row | {"time": round(time.time(), 6)}
+        line = json.dumps({name: _strict(value) for name, value in stamped.items()}, allow_nan=False) + "\n"
         os.write(self._descriptor, line.encode())
 
     def close(self) -> None:
