@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pickle
 import pkgutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mpi_ckpt import (
     Checkpointer,
     CheckpointError,
     CorruptShard,
+    LayoutMismatch,
     MissingShard,
     NoCheckpoint,
     PerRank,
@@ -205,6 +208,51 @@ def test_any_communicator_will_do(comm, shared_path):
         assert target["a"].array.tolist() == [part.rank] * 2
         assert manifest_of(root, 1)["world_size"] == part.size
         part.Free()
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_bad_index_is_refused_by_the_save_that_it_was_given_to_and_numpy_integers_are_fine(comm, shared_path):
+    start, stop = shard_range(57, comm.size, comm.rank)
+    state = {"param": Shard(np.zeros(stop - start), start, 57)}
+    with Checkpointer(shared_path / "c", comm) as checkpointer:
+        for entry in ((50, (8,)), (-1, (2,)), (0, 57), (0.0, (57,)), "ab", 7):
+            error = raised(comm, LayoutMismatch, lambda entry=entry: checkpointer.save(1, state, index={"w": entry}))
+            assert "'w'" in str(error)
+        assert checkpointer.latest_step() is None
+        checkpointer.save(1, state, index={"w": (np.int64(3), np.array([6, 9]))})
+    assert manifest_of(shared_path / "c", 1)["index"] == {"w": {"start": 3, "shape": [6, 9]}}
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_closed_checkpointer_says_so_and_closing_again_is_fine(comm, shared_path):
+    checkpointer = Checkpointer(shared_path / "c", comm)
+    checkpointer.save(1, {"n": 1})
+    checkpointer.close()
+    checkpointer.close()
+    for call in (
+        lambda: checkpointer.save(2, {"n": 2}),
+        lambda: checkpointer.save_if_due(2, {"n": 2}),
+        lambda: checkpointer.restore({"n": 0}),
+        checkpointer.all_steps,
+        lambda: checkpointer.discard_after(0),
+    ):
+        assert "closed" in str(raised(comm, CheckpointError, call))
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_background_nice_lowers_the_threads_that_write_and_no_other(comm, shared_path):
+    nice = []
+
+    def on_event(event):
+        nice.append((event["event"], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with Checkpointer(shared_path / "c", comm, background_nice=3, on_event=on_event) as checkpointer:
+        checkpointer.save(1, {"a": Shard(np.zeros(8), 8 * comm.rank, 8 * comm.size)})
+    assert sorted(nice) == [("checkpoint", before), ("commit", min(19, before + 3))]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    with pytest.raises(ValueError, match="background_nice"):
+        Checkpointer(shared_path / "d", comm, background_nice=20)
 
 
 # -- names and docstrings --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import shutil
@@ -467,6 +468,25 @@ def test_the_order_in_which_a_directory_lists_its_files_does_not_matter(comm, sh
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_save_before_a_later_step_says_that_a_restart_will_take_the_later_one(comm, shared_path, caplog):
+    root = shared_path / "c"
+    save(root, comm, 1, 5)
+    with Checkpointer(root, comm, keep=None) as checkpointer, caplog.at_level(logging.WARNING):
+        checkpointer.save(2, state(comm, 2))
+        checkpointer.wait_until_finished()
+        said = [record.getMessage() for record in caplog.records]
+        assert said == (
+            ["step 2 is saved while step 5 is there, which a restart would take: see `discard_after`"]
+            if comm.rank == 0
+            else []
+        )
+        checkpointer.discard_after(2)
+        checkpointer.save(3, state(comm, 3))
+        checkpointer.wait_until_finished()
+        assert len(caplog.records) == len(said)
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_a_committed_step_is_saved_again_only_when_asked_and_later_steps_are_discarded_when_asked(comm, shared_path):
     root = shared_path / "c"
     with Checkpointer(root, comm, keep=None) as checkpointer:
@@ -566,6 +586,31 @@ def test_a_damaged_newest_step_is_an_error_or_set_aside_for_an_older_one_and_nev
             )
             assert "1, 2, 3, 4" in str(error)
             assert untouched(target)
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_file_that_the_disk_cannot_read_is_damage_to_a_restore_and_to_retention(comm, shared_path, monkeypatch):
+    root = shared_path / "c"
+    save(root, comm, 1, 2)
+    genuine = os.preadv
+
+    def failing(fd: int, *args: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("step_00000002/rank00001.h5"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return genuine(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with Checkpointer(root, comm, keep=2) as checkpointer:
+        error = raised(comm, CorruptShard, lambda: checkpointer.restore(state(comm, None)))
+        assert error.rank == 1
+        assert "rank00001.h5" in error.path
+        assert f"[Errno {errno.EIO}]" in str(error)
+        checkpointer.save(3, state(comm, 3))  # what survives is read first: step 2 cannot be, so step 1 stays
+        checkpointer.wait_until_finished()
+        assert checkpointer.all_steps() == [1, 3]
+        target = state(comm, None)
+        assert checkpointer.restore(target, 1).step == 1
+        assert holds(target, comm, 1)
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 class Background:
     """Runs one function at a time beside the caller; its outcome waits for the next `collect`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, nice: int = 0) -> None:
+        """`nice` is added to the nice value of the thread, and of those that it starts."""
+        if not 0 <= nice <= 19:
+            raise ValueError(f"background_nice: found {nice!r}, expected an int from 0 to 19")
+        self._name, self._nice = name, nice
         self._thread: threading.Thread | None = None
         self._result: Any = None
         self._error: BaseException | None = None
@@ -40,9 +44,16 @@ class Background:
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
+            self._step_back()
             self._result = work()
         except BaseException as error:  # whatever it is, it is the caller's to know
             self._error = error
+
+    def _step_back(self) -> None:
+        """Lower the priority of this thread. On Linux it is a thread's own, and its children inherit it."""
+        if self._nice:
+            me = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, me, min(19, os.getpriority(os.PRIO_PROCESS, me) + self._nice))
 
     def finished(self) -> bool:
         """**Local.** Whether the work has ended (its outcome may still have to be collected)."""

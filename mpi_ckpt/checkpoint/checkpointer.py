@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +12,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpi_ckpt.checkpoint import commit, restore, retention, snapshot, steps
+from mpi_ckpt.checkpoint.arguments import Index, check_json, check_step, plain_index
 from mpi_ckpt.checkpoint.background import Background
 from mpi_ckpt.checkpoint.cadence import Cadence
+from mpi_ckpt.checkpoint.events import Event, forgiving
+from mpi_ckpt.checkpoint.ownership import Ownership
 from mpi_ckpt.checkpoint.rotation import Rotation
 from mpi_ckpt.checkpoint.state import State, walk
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.comm.threads import threads_may_communicate
-from mpi_ckpt.errors import CheckpointError, UnsupportedState
-from mpi_ckpt.storage import atomic, lock, names
-from mpi_ckpt.storage.lock import WriterLock
-from mpi_ckpt.storage.manifest import ShardManifest, ShardRecord
+from mpi_ckpt.errors import CheckpointError
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import ShardManifest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
-
-Event = dict[str, Any]
-Index = dict[str, tuple[int, tuple[int, ...]]]
 
 _EXIT_PATIENCE = 10.0  # seconds that an exception on its way out of `with` waits for the save in flight
 
@@ -53,9 +50,11 @@ class Checkpointer:
     None (only `save` saves). The newest `keep` steps stay (None: all), and beside them every step that `keep_every`
     divides, the `keep_best` steps with the best `best_metric` (`best_mode` 'min' or 'max'; see `metrics` of `save`),
     those with a `pinned` file in their directory, and the step restored from until a newer one is committed. With
-    `async_io` a save returns as soon as the state is copied, and commits by itself. `timeout` is the number of seconds
-    after which a silent rank fails a save. `on_event` is called on every rank with a dict, at times from another
-    thread; what it raises is logged. A `read_only` checkpointer takes no lock and changes nothing.
+    `async_io` a save returns as soon as the state is copied, and commits by itself; `background_nice` (0 to 19) is
+    added to the nice value of the threads that write it, so that where cores are short the application's own come
+    first. `timeout` is the number of seconds after which a silent rank fails a save. `on_event` is called on every rank
+    with a dict, at times from another thread; what it raises is logged. A `read_only` checkpointer takes no lock and
+    changes nothing.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class Checkpointer:
         best_mode: str = "min",
         keep_best: int = 1,
         async_io: bool = True,
+        background_nice: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
         on_event: Callable[[Event], None] | None = None,
         read_only: bool = False,
@@ -79,18 +79,17 @@ class Checkpointer:
         self.root = Path(root)
         self._cadence = Cadence.parse(every, mean_time_between_failures)
         policy = retention.Policy(keep, keep_every, best_metric, best_mode, keep_best)
-        self._on_event = _forgiving(on_event)
+        self._on_event = forgiving(on_event)
         self._rotation = Rotation(self.root, policy, self._on_event)
         self._read_only = read_only
         # Two activities on one communicator would meet each other's messages: each has its own.
         self._decisions = Council(comm, timeout)
         self._commits = Council(comm, timeout)
-        self._background = Background("mpi_ckpt commit")
+        self._background = Background("mpi_ckpt commit", background_nice)
         self._async_io = async_io
         self._threads_may_communicate = threads_may_communicate()
         self._buffers = snapshot.Buffers() if async_io else None
-        self._lock: WriterLock | None = None
-        self._launch_id = "" if read_only else self._decisions.share(self._take_lock)
+        self._ownership = Ownership(self.root, self._decisions, read_only=read_only)
         self._began = self._last_save = time.monotonic()
         self._seconds_before = 0.0  # of the launches that this one continues
         self._cost: float | None = None  # seconds that the last save kept the application waiting
@@ -104,6 +103,7 @@ class Checkpointer:
 
         Rank 0's clock decides for all. An error of the save in flight is raised here as soon as rank 0 knows of it.
         """
+        self._check_open()
         due, finished = False, False
         if self._cadence.needs_clock or self._in_flight:
             elapsed = time.monotonic() - self._last_save
@@ -138,16 +138,17 @@ class Checkpointer:
         self._begin_call()
         self.wait_until_finished()
         self._commits.start_series(self._calls)
-        taken, nbytes = self._stage(_check_step(step), state, {"meta": meta or {}, "metrics": metrics or {}}, overwrite)
+        about = {"meta": meta or {}, "metrics": metrics or {}}
+        taken, nbytes = self._stage(check_step(step), state, about, index or {}, overwrite)
         request = commit.Request(
             root=self.root,
             step=step,
-            launch_id=self._launch_id,
+            launch_id=self._ownership.launch_id,
             nbytes=nbytes,
             overwrite=overwrite,
             meta=copy.deepcopy(meta or {}),  # the caller may change its own while the save is in flight
             metrics=dict(metrics or {}),
-            index=copy.deepcopy(index or {}),
+            index=plain_index(index or {}, taken.description.arrays),
             wall_clock_seconds=self.wall_clock_seconds,
         )
         self._last_save = time.monotonic()
@@ -160,19 +161,22 @@ class Checkpointer:
         self._cost = time.monotonic() - began
         self._on_event({"event": "checkpoint", "step": step, "nbytes": nbytes, "stall_seconds": self._cost})
 
-    def _stage(self, step: int, state: State, about: dict[str, Any], overwrite: bool) -> tuple[snapshot.Snapshot, int]:
+    def _stage(
+        self, step: int, state: State, about: dict[str, Any], index: Index, overwrite: bool
+    ) -> tuple[snapshot.Snapshot, int]:
         """**Collective.** This rank's snapshot, once all ranks' fit together, and the bytes of all."""
         taken: list[snapshot.Snapshot] = []
 
         def stage() -> snapshot.Description:
-            self._check_writable()
-            _check_json(about)
+            self._ownership.check_writable()
+            check_json(about)
             taken.append(snapshot.take(walk(state), self._decisions.rank, self._buffers))
             return taken[0].description
 
         def check(descriptions: list[snapshot.Description]) -> int:
             if steps.is_committed(names.step_dir(self.root, step)) and not overwrite:
                 raise commit.step_exists(self.root, step)
+            plain_index(index, descriptions[0].arrays)
             return snapshot.check_agreement(descriptions)
 
         nbytes = self._decisions.agree(stage, check)
@@ -181,8 +185,7 @@ class Checkpointer:
     def _commit(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
         """**Collective.** The protocol, with room made before it, and what may follow only after it."""
         self._rotation.make_room(self._commits, request.launch_id, request.step)
-        commit.commit(self._commits, request, taken)
-        self._committed(request, began)
+        self._committed(request, began, commit.commit(self._commits, request, taken))
 
     def _commit_later(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
         """**Collective.** The same where MPI allows one thread only: this rank's file is written in the background,
@@ -190,16 +193,15 @@ class Checkpointer:
         self._rotation.make_room(self._commits, request.launch_id, request.step)
         place = commit.prepare(self._commits, request)
 
-        def conclude(written: Callable[[], ShardRecord]) -> None:
-            commit.finish(self._commits, request, taken, place, written)
-            self._committed(request, began)
+        def conclude(written: Callable[[], commit.Written]) -> None:
+            self._committed(request, began, commit.finish(self._commits, request, taken, place, written))
 
         self._background.start(lambda: commit.write(request, taken, place), then=conclude)
 
-    def _committed(self, request: commit.Request, began: float) -> None:
+    def _committed(self, request: commit.Request, began: float, write_seconds: float) -> None:
         """**Collective.** The step is durable: say so, and let go of what it replaces."""
-        seconds = time.monotonic() - began
-        self._on_event({"event": "commit", "step": request.step, "nbytes": request.nbytes, "commit_seconds": seconds})
+        times = {"commit_seconds": time.monotonic() - began, "write_seconds": write_seconds}
+        self._on_event({"event": "commit", "step": request.step, "nbytes": request.nbytes, **times})
         self._rotation.after_commit(self._commits, request.launch_id, request.step)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
@@ -260,8 +262,7 @@ class Checkpointer:
         self.wait_until_finished()
 
         def discard() -> list[int]:
-            self._check_writable()
-            lock.check_owner(self.root, self._launch_id)
+            self._ownership.check_still()
             later = [s for s in reversed(names.list_steps(self.root)) if s > step]
             return retention.prune(self.root, later)
 
@@ -273,8 +274,13 @@ class Checkpointer:
         return self._seconds_before + time.monotonic() - self._began
 
     def _begin_call(self) -> None:
+        self._check_open()
         self._calls += 1
         self._decisions.start_series(self._calls)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("the checkpointer is closed", path=self.root, action="Open another one.")
 
     # -- the save in flight ------------------------------------------------------------------------------------------
 
@@ -297,7 +303,7 @@ class Checkpointer:
         try:
             self.wait_until_finished()
         finally:
-            self._release_lock()
+            self._ownership.release()
             self._commits.close()
             self._decisions.close()
 
@@ -313,60 +319,8 @@ class Checkpointer:
         # The other ranks may be anywhere, so nothing collective may start: give the writer a moment, and go.
         if not self._background.wait(_EXIT_PATIENCE):
             logger.warning("leaving with a save in flight; it may not commit")
-        self._release_lock()
+        self._ownership.release()
         if (failure := self._background.error) is not None:
             if isinstance(error, SystemExit) and not error.code:  # an exit as if all were well must not hide it
                 raise failure
             logger.error("the save in flight failed too: %s", failure)
-
-    def _take_lock(self) -> str:
-        """Rank 0: the directory and its lock, and an end to what an overwrite that crashed left in it."""
-        atomic.make_dir(self.root)
-        launch_id = secrets.token_hex(8)
-        self._lock = WriterLock(self.root, launch_id)
-        steps.clean_committed(self.root)
-        return launch_id
-
-    def _release_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise CheckpointError(
-                "a read-only checkpointer cannot save", path=self.root, action="Open it without read_only=True."
-            )
-
-
-def _forgiving(on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
-    """An observer that cannot keep its rank, by failing, from what the others wait for: its exceptions are logged."""
-
-    def tell(event: Event) -> None:
-        try:
-            if on_event is not None:
-                on_event(event)
-        except Exception:
-            logger.exception("on_event failed, going on: %s", event)
-
-    return tell
-
-
-def _check_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: found {step!r}, expected an int of 0 or more")
-    return step
-
-
-def _check_json(about: dict[str, Any]) -> None:
-    try:
-        same = json.loads(json.dumps(about, allow_nan=False)) == about
-    except (TypeError, ValueError) as error:
-        raise UnsupportedState(f"`meta` or `metrics` is not plain JSON: {error}", found=repr(about)[:200]) from error
-    if not same:
-        raise UnsupportedState(
-            "`meta` or `metrics` would not come back from JSON as it is",
-            found=repr(about)[:200],
-            expected="dicts with str keys, lists, str, int, float, bool and None",
-            action="Put other types into the state, which keeps them.",
-        )

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.environment import environment
@@ -65,13 +66,21 @@ class Place:
     replaces: bool  # files of an older save of the same step lie beside it
 
 
-def commit(council: Council, request: Request, snapshot: Snapshot) -> None:
+class Written(NamedTuple):
+    """A rank's vote: its file, and the seconds that it took."""
+
+    record: ShardRecord
+    seconds: float
+
+
+def commit(council: Council, request: Request, snapshot: Snapshot) -> float:
     """**Collective.** Save every rank's snapshot as one step: the whole protocol.
 
-    Raises SaveFailed on every rank when any rank failed; no step is visible then, and no file of this save is left.
+    Returns the seconds that the slowest rank took to write its file. Raises SaveFailed on every rank when any rank
+    failed; no step is visible then, and no file of this save is left.
     """
     place = prepare(council, request)
-    finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
+    return finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
 
 
 def prepare(council: Council, request: Request) -> Place:
@@ -83,22 +92,26 @@ def prepare(council: Council, request: Request) -> Place:
     return Place(path, temporary, attributes, replaces=suffix is not None)
 
 
-def write(request: Request, snapshot: Snapshot, place: Place) -> ShardRecord:
+def write(request: Request, snapshot: Snapshot, place: Place) -> Written:
     """**Local.** This rank's own file, complete and durable under its final name."""
+    began = time.monotonic()
     record = write_shard(place.temporary, snapshot.blocks, snapshot.values, place.attributes)
     lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
     atomic.publish(place.temporary, place.path)
-    return record._replace(path=place.path.name)
+    return Written(record._replace(path=place.path.name), time.monotonic() - began)
 
 
 def finish(
-    council: Council, request: Request, snapshot: Snapshot, place: Place, written: Callable[[], ShardRecord]
-) -> None:
-    """**Collective.** Vote and commit: `written` gives this rank's record, or raises what went wrong."""
+    council: Council, request: Request, snapshot: Snapshot, place: Place, written: Callable[[], Written]
+) -> float:
+    """**Collective.** Vote and commit: `written` gives what this rank wrote, or raises what went wrong.
+
+    Returns the seconds that the slowest rank took to write.
+    """
     try:
-        council.agree(
+        slowest = council.agree(
             work=written,
-            decide=lambda records: _publish(request, place.attributes.save_id, snapshot, records),
+            decide=lambda votes: _publish(request, place.attributes.save_id, snapshot, votes),
             otherwise=SaveFailed,
             extra_time=snapshot.description.nbytes / _SLOW_DISK,
         )
@@ -112,6 +125,7 @@ def finish(
         raise
     if council.rank == 0 and place.replaces:
         steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
+    return slowest
 
 
 def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
@@ -128,11 +142,19 @@ def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
     if steps.is_committed(request.directory) and not request.overwrite:
         raise step_exists(request.root, request.step)
     steps.clean(request.root)
+    _warn_of_later_steps(request)
     _check_room(request)
     atomic.make_dir(request.directory)
     save_id = names.new_save_id()
     # Files are written once and never changed: beside an older set of shards the new ones take names of their own.
     return save_id, save_id if names.own_files(request.directory) else None
+
+
+def _warn_of_later_steps(request: Request) -> None:
+    newest = max(names.list_steps(request.root), default=0)
+    if newest > request.step:
+        text = "step %d is saved while step %d is there, which a restart would take: see `discard_after`"
+        logger.warning(text, request.step, newest)
 
 
 def _check_room(request: Request) -> None:
@@ -147,10 +169,10 @@ def _check_room(request: Request) -> None:
         )
 
 
-def _publish(request: Request, save_id: str, snapshot: Snapshot, records: list[ShardRecord]) -> None:
+def _publish(request: Request, save_id: str, snapshot: Snapshot, votes: list[Written]) -> float:
     """Rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
     lock.check_owner(request.root, request.launch_id)
-    manifest = _manifest(request, save_id, snapshot.description.arrays, records)
+    manifest = _manifest(request, save_id, snapshot.description.arrays, [vote.record for vote in votes])
     path = names.manifest_path(request.directory)
     before = path.read_bytes() if path.exists() else None  # the manifest that an overwrite replaces
     try:
@@ -158,6 +180,7 @@ def _publish(request: Request, save_id: str, snapshot: Snapshot, records: list[S
     except OSError as error:
         _unpublish(path, before, error)
         raise
+    return max(vote.seconds for vote in votes)
 
 
 def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:

@@ -40,6 +40,11 @@ class Policy:
         if self.best_mode not in ("min", "max"):
             raise ValueError(f"best_mode: found {self.best_mode!r}, expected 'min' or 'max'")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no step ever has to go."""
+        return self.keep is None
+
 
 def choose(
     steps: Sequence[int],

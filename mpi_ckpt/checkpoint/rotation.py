@@ -40,6 +40,8 @@ class Rotation:
         DirectoryInUse where `launch_id` is not the one that holds the writer's lock any more: these steps are another's
         to delete.
         """
+        if self._policy.keeps_all:
+            return None
         doomed, survivors = council.share(lambda: self._plan(launch_id, saving=step))
         for survivor in survivors if doomed else ():
             if survivor not in self._verified and not self._verify(council, survivor):
@@ -52,6 +54,8 @@ class Rotation:
         if self.held is not None and step > self.held:
             self.held = None
         self._forget(step)  # what another save of the same step held
+        if self._policy.keeps_all:
+            return
         doomed, _ = council.share(lambda: self._plan(launch_id))
         self._prune(council, doomed)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpi_ckpt.checkpoint import commit, restore, snapshot, steps, values
+from mpi_ckpt.checkpoint import commit, restore, snapshot, values
+from mpi_ckpt.checkpoint.arguments import plain_index
+from mpi_ckpt.checkpoint.ownership import Ownership
 from mpi_ckpt.checkpoint.state import Leaves, PerRank, State, walk
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard, NoCheckpoint, WorldSizeMismatch
 from mpi_ckpt.layout import Shard
-from mpi_ckpt.storage import atomic, names
-from mpi_ckpt.storage.lock import WriterLock
+from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest
 
 if TYPE_CHECKING:
@@ -39,17 +39,9 @@ def save_sharded(
     """
     root = Path(directory)
     council = Council(comm)
-    held: list[WriterLock] = []
-
-    def take_lock() -> str:
-        atomic.make_dir(root)
-        launch_id = secrets.token_hex(8)
-        held.append(WriterLock(root, launch_id))
-        steps.clean_committed(root)
-        return launch_id
-
+    owned: list[Ownership] = []
     try:
-        launch_id = council.share(take_lock)
+        owned.append(Ownership(root, council))
         taken: list[snapshot.Snapshot] = []
 
         def stage() -> snapshot.Description:
@@ -57,12 +49,13 @@ def save_sharded(
             return taken[0].description
 
         nbytes = council.agree(stage, snapshot.check_agreement)
-        request = commit.Request(root, step, launch_id, nbytes, overwrite, meta or {}, index or {})
+        named = council.share(lambda: plain_index(index or {}, taken[0].description.arrays))
+        request = commit.Request(root, step, owned[0].launch_id, nbytes, overwrite, meta or {}, named)
         commit.commit(council, request, taken[0])
         return request.directory
     finally:
-        for lock in held:
-            lock.release()
+        for ownership in owned:
+            ownership.release()
         council.close()
 
 

@@ -77,19 +77,21 @@ def _describe(sha256: str | None, crc: str) -> str:
 def opened(path: Path, *, cached: bool = False) -> Iterator[int]:
     """A descriptor of a shard, `cached` for small reads at any offset.
 
-    Raises MissingShard, or CorruptShard where a symbolic link stands in its place.
+    Raises MissingShard, or CorruptShard where a symbolic link stands in its place or the disk cannot read it (EIO).
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = stack.enter_context(direct.opened(path, os.O_RDONLY, cached=cached))
-        except FileNotFoundError:
-            raise missing(path) from None
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
+    try:
+        with direct.opened(path, os.O_RDONLY, cached=cached) as fd:
+            yield fd
+    except FileNotFoundError:
+        raise missing(path) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
             found, expected = "a symbolic link", "a regular file"
             raise corrupt(path, "a shard must be a regular file", found=found, expected=expected) from None
-        yield fd
+        if error.errno == errno.EIO:  # lost bytes, like changed ones: an older step may be whole
+            expected = f"the bytes of {path.name}"
+            raise corrupt(path, "the disk cannot read a shard", found=error, expected=expected) from error
+        raise
 
 
 def missing(path: Path) -> MissingShard:
