@@ -6,7 +6,22 @@ answers are attributes too, so that a program can decide on them. Exceptions tra
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+from typing import Any, TypeVar
+
+_NEXT_STEP = {  # of an error of the operating system
+    errno.ENOSPC: "Free some space, or keep fewer steps.",
+    errno.EDQUOT: "Free some space or raise the quota, or keep fewer steps.",
+    errno.EACCES: "Give a place that this user may use, or change its permissions.",
+    errno.EPERM: "Give a place that this user may use, or change its permissions.",
+    errno.EROFS: "Give a directory on a file system that can be written.",
+    errno.ENOENT: "See whether the path is right, and there on every node.",
+    errno.ENOTDIR: "Name a directory.",
+    errno.EISDIR: "Name a file.",
+    errno.EIO: "Look at this node's disk and its kernel log.",
+    errno.ESTALE: "See whether the network file system is mounted, and its server answers.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+}
 
 
 class ExplainedError(Exception):
@@ -108,3 +123,13 @@ class StepExists(CheckpointError):
 
 class DirectoryInUse(CheckpointError):
     """Another launch writes to this checkpoint directory."""
+
+
+E = TypeVar("E", bound=ExplainedError)
+
+
+def from_os_error(error: OSError, kind: type[E], rank: int | None = None) -> E:
+    """An error of the operating system in this project's form: its text, its path, and what to do next."""
+    text = f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)  # the path comes after it
+    action = _NEXT_STEP.get(error.errno or 0)
+    return kind(f"{type(error).__name__}: {text}", path=error.filename, rank=rank, action=action)

@@ -184,7 +184,7 @@ def _open(directory: Path, size: int, options: Options) -> Opened:
             path=directory / names.MANIFEST,
             found=f"{manifest.world_size} ranks in the checkpoint",
             expected=f"{size} ranks, as many as are running",
-            action="Run on as many ranks, or ask for resharding: world_size='any' (train: --elastic).",
+            action="Run on as many ranks, or ask for resharding: world_size='any' (--elastic).",
         )
     document = read_document(directory, manifest, 0)
     own_still = manifest.world_size == size and "old_per_rank" not in document

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpi_ckpt.errors import CheckpointError, ExplainedError, RankSilent
+from mpi_ckpt.errors import CheckpointError, ExplainedError, RankSilent, from_os_error
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -186,8 +186,9 @@ def _explained(error: BaseException, rank: int, otherwise: type[CheckpointError]
     """The error as one that every rank can raise."""
     if isinstance(error, ExplainedError) and _travels(error):
         return error
-    path = error.filename if isinstance(error, OSError) else None
-    return otherwise("".join(traceback.format_exception_only(error)).strip(), path=path, rank=rank)
+    if isinstance(error, OSError):
+        return from_os_error(error, otherwise, rank)
+    return otherwise("".join(traceback.format_exception_only(error)).strip(), rank=rank)
 
 
 def _travels(error: ExplainedError) -> bool:

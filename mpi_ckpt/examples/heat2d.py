@@ -85,7 +85,10 @@ def solve(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
         found = checkpointer.restore(state, world_size="any" if args.elastic else "same")
         first = found.step + 1 if found else 1
         if cart.rank == 0:
-            print(f"from step {first - 1} on {cart.dims[0]} x {cart.dims[1]} ranks", flush=True)
+            grid = f"{cart.dims[0]} x {cart.dims[1]} ranks"
+            print(
+                f"from step {first - 1} on {grid}" if first <= args.steps else "all steps are done already", flush=True
+            )
         for step in range(first, args.steps + 1):
             exchange(cart, padded)
             advance(padded)
@@ -128,8 +131,7 @@ def main() -> None:
     try:
         solve(comm, parse(speaks=comm.rank == 0))
     except (ExplainedError, ValueError) as error:
-        if comm.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"[rank {comm.rank}] error: {error}\n")  # one write: lines of ranks must not mix
         leave_together(comm, 1)
 
 

@@ -17,7 +17,7 @@ from mpi_ckpt.storage.read_ahead import read_ahead, stretch
 from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.staging import staging
 
-_ACTION = "Restore an older step (on_damage='older'), or bring the file back from a copy."
+_ACTION = "Restore an older step (on_damage='older', --on-damage older), or bring the file back from a copy."
 
 
 def check_structure(path: Path, record: ShardRecord) -> None:

@@ -20,5 +20,5 @@ __all__ = ["DESCRIPTION", "EXAMPLE", "HELP", "add_arguments", "run"]
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Unpin; the exit status."""
     unpin(find_committed(checkpoints_root(arguments.run_dir), arguments.step))
-    print(f"step {arguments.step} is not pinned")
+    print(f"step {arguments.step} is pinned no more")
     return status.WELL
