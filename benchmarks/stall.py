@@ -9,7 +9,8 @@ the default). Every save is waited for, unmeasured, before the next contender's 
 
 The step is MiniGPT's, with ZeRO-1 over all ranks, small enough (a few ms) that hundreds fall into one save; its own
 state is not what is saved. Its mean time while a save is in flight is divided by the mean without one, measured just
-before. The CPU share is what all threads but the training's own use in that time, in cores, of all ranks together.
+before: with the writer's threads at the priority of the training's, and with `background_nice=10`, the setting that
+bounds it. The CPU share is what all threads but the training's own use in that time, in cores, of all ranks together.
 See `_io_bench.py` for how it is measured.
 """
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 MEMCPY, OURS = "warm memcpy", "ours: save()"
 DCP, DCP_KEPT = "PyTorch DCP async_save", "the same with a kept stager"
 PLAIN, DURING, DURING_DCP = "a step", "a step while ours saves", "a step while DCP saves"
+DURING_NICE = "the same, background_nice=10"
 TARGETS = {"stall_vs_memcpy": "<= 1.2", "stall_vs_dcp": "<= 0.15"}
 MODEL = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 64, "seq_len": 32}
 BATCH = 4  # sequences a rank
@@ -61,10 +63,13 @@ def main() -> None:
         "stall_vs_dcp": ratio(stall[OURS], stall[DCP]),
         "stall_vs_dcp_kept_stager": ratio(stall[OURS], stall[DCP_KEPT]),
         "step_during_save": ratio(steps[DURING], steps[PLAIN]),
+        "step_during_nice_save": ratio(steps[DURING_NICE], steps[PLAIN]),
         "step_during_dcp_save": ratio(steps[DURING_DCP], steps[PLAIN]),
         "writer_cores": result["writer_cores"][DURING],
+        "nice_writer_cores": result["writer_cores"][DURING_NICE],
         "dcp_writer_cores": result["writer_cores"][DURING_DCP],
         "in_flight_seconds": result["in_flight_seconds"][DURING],
+        "nice_in_flight_seconds": result["in_flight_seconds"][DURING_NICE],
         "dcp_in_flight_seconds": result["in_flight_seconds"][DURING_DCP],
     }
     rows = []
@@ -95,19 +100,22 @@ def work(args: argparse.Namespace) -> None:
         if event["event"] == "commit":
             committed.set()
 
-    with Checkpointer(directory / "ours", comm, on_event=on_event) as checkpointer:
-        step = 0
+    step = 0
+    with (
+        Checkpointer(directory / "ours", comm, on_event=on_event) as plain,
+        Checkpointer(directory / "nice", comm, on_event=on_event, background_nice=10) as nice,
+    ):
 
-        def begin_ours() -> Callable[[], bool]:
+        def begin(checkpointer: Checkpointer) -> Callable[[], bool]:
             nonlocal step
             step += 1
             committed.clear()
             checkpointer.save(step, state)
             return committed.is_set
 
-        def end_ours() -> None:
+        def end(checkpointer: Checkpointer) -> None:
             checkpointer.wait_until_finished()
-            settle(comm, directory / "ours" / f"step_{step:08d}")
+            settle(comm, checkpointer.root / f"step_{step:08d}")
 
         def begin_dcp(keep: bool) -> Callable[[], bool]:
             nonlocal future
@@ -120,10 +128,10 @@ def work(args: argparse.Namespace) -> None:
 
         future: Any = None
 
-        def stall(begin: Callable[[], Any], end: Callable[[], None]) -> Callable[[int], float]:
+        def stall(start: Callable[[], Any], finish: Callable[[], None]) -> Callable[[int], float]:
             def measure(number: int) -> float:
-                seconds = timed(comm, begin)
-                end()
+                seconds = timed(comm, start)
+                finish()
                 return seconds
 
             return measure
@@ -132,17 +140,20 @@ def work(args: argparse.Namespace) -> None:
             args.rounds,
             {
                 MEMCPY: lambda number: timed(comm, lambda: peers.copy_arrays(arrays, copies)),
-                OURS: stall(begin_ours, end_ours),
+                OURS: stall(lambda: begin(plain), lambda: end(plain)),
                 DCP: stall(lambda: begin_dcp(False), end_dcp),
                 DCP_KEPT: stall(lambda: begin_dcp(True), end_dcp),
             },
         )
+        begin(nice)  # its first save touches its buffers
+        end(nice)
         beside = StepsBeside(comm)
         steps = in_turns(
             args.rounds,
             {
                 PLAIN: lambda number: beside.plain(),
-                DURING: lambda number: beside.measure(DURING, begin_ours, end_ours),
+                DURING: lambda number: beside.measure(DURING, lambda: begin(plain), lambda: end(plain)),
+                DURING_NICE: lambda number: beside.measure(DURING_NICE, lambda: begin(nice), lambda: end(nice)),
                 DURING_DCP: lambda number: beside.measure(DURING_DCP, lambda: begin_dcp(True), end_dcp),
             },
         )
