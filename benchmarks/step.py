@@ -163,6 +163,8 @@ def our_step(comm: MPI.Comm, config: ModelConfig, data: Dataset, run_dir: Path) 
         beta2=ADAMW["betas"][1],
         eps=ADAMW["eps"],
         weight_decay=ADAMW["weight_decay"],
+        decay="all",  # as the peer
+        clip_norm=0.0,
     )
     trainer = Trainer.build(comm, settings, data)
     log = MetricsLog(run_dir) if comm.rank == 0 else None

@@ -11,8 +11,23 @@ import sys
 import textwrap
 from types import ModuleType
 
-from mpi_ckpt.errors import CheckpointError, NoCheckpoint
-from mpi_ckpt.tools import diff, export, import_model, ls, pin, prune, reshard, show, status, unpin, verify, view
+from mpi_ckpt.errors import CheckpointError, NoCheckpoint, from_os_error
+from mpi_ckpt.tools import (
+    diff,
+    export,
+    import_model,
+    ls,
+    pin,
+    prune,
+    report,
+    reshard,
+    show,
+    status,
+    unpin,
+    verify,
+    view,
+    watch,
+)
 
 VERBS: dict[str, ModuleType] = {
     "ls": ls,
@@ -26,6 +41,8 @@ VERBS: dict[str, ModuleType] = {
     "view": view,
     "export": export,
     "import": import_model,
+    "report": report,
+    "watch": watch,
 }
 
 
@@ -45,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status.BROKEN_PIPE
     except OSError as error:
-        return _fail(error, status.NOT_WELL)
+        return _fail(from_os_error(error, CheckpointError), status.NOT_WELL)
     except KeyboardInterrupt:
         return _fail("interrupted", status.INTERRUPTED)
 

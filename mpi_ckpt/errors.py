@@ -17,7 +17,6 @@ _NEXT_STEP = {  # of an error of the operating system
     errno.EROFS: "Give a directory on a file system that can be written.",
     errno.ENOENT: "See whether the path is right, and there on every node.",
     errno.ENOTDIR: "Name a directory.",
-    errno.EISDIR: "Name a file.",
     errno.EIO: "Look at this node's disk and its kernel log.",
     errno.ESTALE: "See whether the network file system is mounted, and its server answers.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
@@ -131,5 +130,7 @@ E = TypeVar("E", bound=ExplainedError)
 def from_os_error(error: OSError, kind: type[E], rank: int | None = None) -> E:
     """An error of the operating system in this project's form: its text, its path, and what to do next."""
     text = f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)  # the path comes after it
+    if error.filename2:
+        text += f", renaming to {error.filename2}"
     action = _NEXT_STEP.get(error.errno or 0)
     return kind(f"{type(error).__name__}: {text}", path=error.filename, rank=rank, action=action)

@@ -38,7 +38,7 @@ def test_attention_equals_a_plain_softmax_whatever_the_size_of_the_scores(seq_le
     """Scores of up to about 1, 1e3 and 1e6. Both in float64, so that rounding of huge scores decides nothing."""
     config, batch = ModelConfig(n_embd=15, n_head=3, seq_len=seq_len), 2
     rng = np.random.default_rng(seq_len)
-    buf = AttentionBuffers.take(Workspace(np.float64), "attention", batch, config)
+    buf = AttentionBuffers.take(Workspace(np.float64), "attention", batch, config, config.n_head)
     qkv, dz = magnitude * rng.normal(size=buf.qkv.shape), rng.normal(size=buf.dz.shape)
     buf.qkv[...] = qkv
     z, dqkv = plain_attention(qkv, dz, batch, config)
@@ -55,7 +55,7 @@ def test_float32_attention_stays_finite_and_close_to_a_plain_softmax(magnitude):
     """
     config, batch = ModelConfig(n_embd=12, n_head=3, seq_len=70), 1
     rng = np.random.default_rng(1)
-    buf = AttentionBuffers.take(Workspace(np.float32), "attention", batch, config)
+    buf = AttentionBuffers.take(Workspace(np.float32), "attention", batch, config, config.n_head)
     qkv = rng.integers(-3, 4, buf.qkv.shape).astype(np.float32) * np.float32(magnitude)
     buf.qkv[...], buf.dz[...] = qkv, rng.normal(size=buf.dz.shape)
     z, dqkv = plain_attention(qkv, buf.dz, batch, config)

@@ -51,7 +51,9 @@ def test_no_verb_ever_starts_mpi(run, tmp_path):
         *(["reshard", run, "--ranks", 3, "--out", tmp_path / "other"], ["pin", run, 10], ["unpin", run, 10]),
         *(["view", run], ["export", run, "--out", tmp_path / "model"]),
         ["import", tmp_path / "model", "--out", tmp_path / "imported"],
+        *(["report", run], ["watch", run, "--once"]),
     ]
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert {call[0] for call in calls} == set(cli.VERBS)
     lines = [f"assert cli.main({[str(word) for word in call]!r}) == 0" for call in calls]
     check = "\n".join(["import sys", "from mpi_ckpt import cli", *lines, "assert 'mpi4py.MPI' not in sys.modules"])

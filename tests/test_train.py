@@ -70,7 +70,8 @@ def test_the_default_run_trains_saves_and_verifies(reference):
     steps = rows(run_dir)
     assert list(steps) == list(range(1, 21))
     assert set(steps[1]) == {
-        "step", "loss", "lr", "param_norm", "grad_norm", "step_seconds", "tokens_per_second",
+        "step", "loss", "lr", "param_norm", "grad_norm", "step_seconds", "communication_seconds", "tokens_per_second",
+        "time",
     }  # fmt: skip
     first, last = ([steps[s]["loss"] for s in window] for window in (range(1, 6), range(16, 21)))
     assert np.mean(last) < np.mean(first) - 0.3

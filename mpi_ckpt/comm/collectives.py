@@ -36,6 +36,42 @@ def reduce_scatter_sum(
         comm.Reduce_scatter(flat[bounds[0] : bounds[-1]], mine, [b - a for a, b in pairwise(bounds)])
 
 
+def start_reduce_scatter_sum(
+    comm: MPI.Comm,
+    flat: np.ndarray,
+    counts: Sequence[int],
+    out: np.ndarray,
+    start: int,
+    stop: int,
+    *,
+    limit: int = MAX_ELEMENTS,
+) -> list[MPI.Request]:
+    """**Collective.** Begin what `reduce_scatter_sum` does for the elements `start` to `stop` of `flat` alone.
+
+    The arguments are those of `reduce_scatter_sum`; each rank receives what of its own interval lies within, which may
+    be nothing. Returns at once; neither those elements of `flat` nor `out` may be touched until all requests complete.
+    """
+    first = sum(counts[: comm.rank])
+    requests = []
+    for bounds in _pieces(counts, limit, start, stop):
+        mine = out[bounds[comm.rank] - first : bounds[comm.rank + 1] - first]
+        parts = [b - a for a, b in pairwise(bounds)]
+        requests.append(comm.Ireduce_scatter(flat[bounds[0] : bounds[-1]], mine, parts))
+    return requests
+
+
+def allreduce_sum(comm: MPI.Comm, array: np.ndarray, *, limit: int = MAX_ELEMENTS) -> None:
+    """**Collective.** In place: the contiguous `array` (any shape and dtype that MPI can add) summed over the ranks.
+
+    The order of the additions is the MPI library's, as in `reduce_scatter_sum`.
+    """
+    from mpi4py import MPI
+
+    flat = array.reshape(-1)
+    for low in range(0, flat.size, limit):
+        comm.Allreduce(MPI.IN_PLACE, flat[low : low + limit])
+
+
 def allgather_intervals(comm: MPI.Comm, flat: np.ndarray, counts: Sequence[int], *, limit: int = MAX_ELEMENTS) -> None:
     """**Collective.** In place: each rank's interval of `flat` [n] is copied to all ranks, bit for bit.
 
@@ -73,14 +109,15 @@ def sum_in_rank_order(rows: np.ndarray) -> np.ndarray:
     return np.add.accumulate(rows, axis=0)[-1]  # accumulate is sequential by definition; np.sum is not
 
 
-def _pieces(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Cut the flat array into pieces of at most `limit` elements.
+def _pieces(counts: Sequence[int], limit: int, start: int = 0, stop: int | None = None) -> Iterator[list[int]]:
+    """Cut the flat array, or its elements `start` to `stop`, into pieces of at most `limit` elements.
 
     A piece is the list of size + 1 boundaries of the ranks' intervals inside it: rank r's part is [b[r], b[r + 1]).
     """
     offsets = [0, *accumulate(counts)]
-    for low in range(0, offsets[-1], limit):
-        high = min(low + limit, offsets[-1])
+    stop = offsets[-1] if stop is None else stop
+    for low in range(start, stop, limit):
+        high = min(low + limit, stop)
         yield [min(max(offset, low), high) for offset in offsets]
 
 

@@ -1,4 +1,7 @@
-"""The arrays between the layers: for one number of sequences, all views that a forward and a backward work in."""
+"""The arrays between the layers: for one number of sequences, all views that a forward and a backward work in.
+
+Of R tensor ranks each has 1 / R of the heads and of the hidden units; the residual stream is whole on all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ class BlockActivations(NamedTuple):
     ln1: NormBuffers
     attention: AttentionBuffers
     ln2: NormBuffers
-    hidden: np.ndarray  # [N, 4 d] the input of the GELU, then its slope
-    active: np.ndarray  # [N, 4 d] the output of the GELU
+    hidden: np.ndarray  # [N, 4 d / R] the input of the GELU, then its slope
+    active: np.ndarray  # [N, 4 d / R] the output of the GELU
     gelu: tuple[GeluChunk, ...]  # `hidden` and `active` in pieces
 
     @classmethod
-    def take(cls, space: Workspace, name: str, b: int, config: ModelConfig) -> BlockActivations:
-        """Arrays of one block for b sequences."""
-        n, d = b * config.seq_len, config.n_embd
-        hidden, active = space.take(f"{name}.hidden", n, 4 * d), space.take(f"{name}.active", n, 4 * d)
+    def take(cls, space: Workspace, name: str, b: int, config: ModelConfig, ranks: int) -> BlockActivations:
+        """Arrays of one block for b sequences, on one of `ranks` tensor ranks."""
+        n, d, units = b * config.seq_len, config.n_embd, 4 * config.n_embd // ranks
+        hidden, active = space.take(f"{name}.hidden", n, units), space.take(f"{name}.active", n, units)
         return cls(
             NormBuffers.take(space, f"{name}.ln1", n, d),
-            AttentionBuffers.take(space, f"{name}.attention", b, config),
+            AttentionBuffers.take(space, f"{name}.attention", b, config, config.n_head // ranks),
             NormBuffers.take(space, f"{name}.ln2", n, d),
             hidden,
             active,
@@ -50,12 +53,12 @@ class Activations(NamedTuple):
     loss: LossBuffers
     branch: np.ndarray  # [N, d] what a block adds to the stream, and the gradient at its layer norm
     dx: np.ndarray  # [N, d] gradient of the stream
-    dhidden: np.ndarray  # [N, 4 d]
+    dhidden: np.ndarray  # [N, 4 d / R]
     ones: np.ndarray  # [N]
 
     @classmethod
-    def take(cls, space: Workspace, b: int, config: ModelConfig) -> Activations:
-        """Arrays for b sequences. The first call on a workspace must ask for the most."""
+    def take(cls, space: Workspace, b: int, config: ModelConfig, ranks: int = 1) -> Activations:
+        """Arrays for b sequences, on one of `ranks` tensor ranks. The first on a workspace must ask for the most."""
         n, d, vocab = b * config.seq_len, config.n_embd, config.vocab_size
         places = space.take("places", 2, n, dtype=np.intp)
         row_starts = space.take("row_starts", n, dtype=np.intp)
@@ -67,11 +70,11 @@ class Activations(NamedTuple):
             places=places,
             row_starts=row_starts,
             x=space.take("x", n, d),
-            blocks=tuple(BlockActivations.take(space, f"blocks.{i}", b, config) for i in range(config.n_layer)),
+            blocks=tuple(BlockActivations.take(space, f"blocks.{i}", b, config, ranks) for i in range(config.n_layer)),
             ln_f=NormBuffers.take(space, "ln_f", n, d),
             loss=LossBuffers.take(space, places[1], vocab),
             branch=space.take("branch", n, d),
             dx=space.take("dx", n, d),
-            dhidden=space.take("dhidden", n, 4 * d),
+            dhidden=space.take("dhidden", n, 4 * d // ranks),
             ones=ones,
         )

@@ -1,6 +1,7 @@
 """Causal multi-head attention, forward and backward, on views of the fused rows of queries, keys and values.
 
-Shapes: b sequences, H heads, T positions, e = d / H the width of a head. Queries go in blocks of rows, and a block
+Shapes: b sequences, H heads, T positions, e the width of a head, d = H e. Of a model that tensor ranks share, H counts
+the heads of this rank, which need nothing of the others. Queries go in blocks of rows, and a block
 meets only the keys up to its own last row: a mask is needed in the square on the diagonal alone, and long sequences
 skip up to half of the scores.
 """
@@ -28,10 +29,9 @@ class Heads(NamedTuple):
     z: np.ndarray
 
     @classmethod
-    def of(cls, qkv: np.ndarray, z: np.ndarray, config: ModelConfig) -> Heads:
-        """Views of qkv [N, 3 d], whose columns are [H, 3, e], and z [N, d]."""
-        t, h, e = config.seq_len, config.n_head, config.head_dim
-        b = len(z) // t
+    def of(cls, qkv: np.ndarray, z: np.ndarray, t: int, h: int) -> Heads:
+        """Views of qkv [N, 3 d], whose columns are [H, 3, e], and z [N, d], for t positions and h heads."""
+        b, e = len(z) // t, z.shape[1] // h
         q, k, v = qkv.reshape(b, t, h, 3, e).transpose(3, 0, 2, 1, 4)
         return cls(q, k, v, z.reshape(b, t, h, e).transpose(0, 2, 1, 3))
 
@@ -72,12 +72,13 @@ class AttentionBuffers(NamedTuple):
     blocks: tuple[QueryBlock, ...]
 
     @classmethod
-    def take(cls, space: Workspace, name: str, b: int, config: ModelConfig) -> AttentionBuffers:
-        """Buffers for b sequences."""
-        t, h, e, d = config.seq_len, config.n_head, config.head_dim, config.n_embd
+    def take(cls, space: Workspace, name: str, b: int, config: ModelConfig, h: int) -> AttentionBuffers:
+        """Buffers for b sequences and `h` of the model's heads."""
+        t, e = config.seq_len, config.head_dim
+        d = h * e
         qkv, z = space.take(f"{name}.qkv", b * t, 3 * d), space.take(f"{name}.z", b * t, d)
         dqkv, dz = space.take("attention.dqkv", b * t, 3 * d), space.take("attention.dz", b * t, d)
-        heads, grads = Heads.of(qkv, z, config), Heads.of(dqkv, dz, config)
+        heads, grads = Heads.of(qkv, z, t, h), Heads.of(dqkv, dz, t, h)
         product, dz_z = space.take("attention.product", b * t * h, e), space.take("attention.dz_z", b * t * h)
         ones = space.take("attention.ones", max(t, e))
         ones.fill(1.0)

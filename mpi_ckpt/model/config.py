@@ -8,6 +8,8 @@ so that each rank's part is one interval of the flat vector:
   of qkv are ordered heads first, [n_head, 3, head_dim]: the query, key and value rows of one head are neighbours;
 - `attn_proj.weight` [d, d] and `mlp_proj.weight` [4 d, d] are stored (in, out), y = x W + b, and are split by input:
   each rank's x W is a partial sum, and the bias is added once, after the ranks' sums are added.
+
+All other parameters are the same on all tensor ranks. `mpi_ckpt.model.split` says what each of them holds.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 INIT_STD = 0.02  # of the normal distribution that weights start from, as in GPT-2
+SPLIT_LAYERS = ("qkv.weight", "qkv.bias", "attn_proj.weight", "fc.weight", "fc.bias", "mlp_proj.weight")
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One named array of the flat vector: elements `start` to `stop`, in C order.
 
-    Its initial values are drawn from Normal(`init_mean`, `init_std`); `decays` says whether weight decay applies to it.
+    Its initial values are drawn from Normal(`init_mean`, `init_std`); `decays` says whether weight decay applies to it,
+    `splits` whether the ranks that share a model hold a part each.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
     decays: bool
+    splits: bool
     init_mean: float
     init_std: float
 
@@ -83,7 +88,8 @@ def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     placed: list[Parameter] = []
     for name, shape, mean, std in _shapes(config):
         start = placed[-1].stop if placed else 0
-        placed.append(Parameter(name, start, shape, decays=len(shape) > 1, init_mean=mean, init_std=std))
+        splits = name.endswith(SPLIT_LAYERS)
+        placed.append(Parameter(name, start, shape, len(shape) > 1, splits, init_mean=mean, init_std=std))
     return tuple(placed)
 
 

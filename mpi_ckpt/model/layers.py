@@ -8,12 +8,15 @@ over rows or columns are products with a vector of ones or 1 / d: BLAS is severa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from mpi_ckpt.model.parameters import WeightBias
 from mpi_ckpt.model.workspace import Workspace
+
+Allreduce = Callable[[np.ndarray], None]  # replaces an array by its sum over the tensor ranks
 
 NORM_EPSILON = 1e-5
 GELU_CUBIC = 0.044715
@@ -96,22 +99,33 @@ def linear(x: np.ndarray, p: WeightBias, y: np.ndarray) -> np.ndarray:
 
 
 def linear_backward(
-    dy: np.ndarray, x: np.ndarray, p: WeightBias, grad: WeightBias, ones: np.ndarray, dx: np.ndarray
+    dy: np.ndarray,
+    x: np.ndarray,
+    p: WeightBias,
+    grad: WeightBias,
+    ones: np.ndarray,
+    dx: np.ndarray,
+    allreduce: Allreduce,
 ) -> np.ndarray:
-    """dW = dy^T x,   db = sum of dy over tokens,   dx = dy W.   dy [N, out], x [N, in], ones [N] -> dx [N, in]."""
+    """dW = dy^T x,   db = sum of dy over tokens,   dx = dy W.   dy [N, out], x [N, in], ones [N] -> dx [N, in].
+
+    With dy and the rows of W split over ranks, dx is a sum over them.
+    """
     np.dot(dy.T, x, grad.weight)
     np.dot(ones, dy, grad.bias)
     np.dot(dy, p.weight, dx)
+    allreduce(dx)
     return dx
 
 
-def add_projection(x: np.ndarray, z: np.ndarray, p: WeightBias, partial: np.ndarray) -> None:
+def add_projection(x: np.ndarray, z: np.ndarray, p: WeightBias, product: np.ndarray, allreduce: Allreduce) -> None:
     """x += z W + b, in place: a block's part of the residual stream.   z [N, in], W [in, out], x [N, out].
 
-    `partial` [N, out] receives z W alone: with the rows of W split over ranks, that is what they sum before b is added.
+    With z and the rows of W split over ranks, z W is a sum over them: `product` [N, out] is added up before b is added.
     """
-    np.dot(z, p.weight, partial)
-    np.add(x, partial, x)
+    np.dot(z, p.weight, product)
+    allreduce(product)
+    np.add(x, product, x)
     np.add(x, p.bias, x)
 
 

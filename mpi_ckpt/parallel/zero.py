@@ -3,6 +3,10 @@
 The optimizer state of P parameters (fp32 master, m and v: 12 bytes a parameter) is spread over the ranks in intervals
 of the flat parameter space. A step is: Reduce_scatter of the gradients, a small gather of sums, AdamW on my shard,
 Allgather of the parameters.
+
+On a data x tensor mesh all this happens among the ranks that hold the same part of the model, on the flat vector of
+that part. What tensor ranks share each of them updates for itself, from the gradients of the one that owns it (see
+`owned`): neither the MPI library's order of additions nor an unlike processor can let the copies drift apart.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ from mpi_ckpt.comm.collectives import (
 from mpi_ckpt.layout import Shard, shard_range
 from mpi_ckpt.parallel.adamw import AdamWOptions, Intervals, Scratch, adamw_update, intervals_within
 from mpi_ckpt.parallel.aligned import aligned_zeros
+from mpi_ckpt.parallel.buckets import OverlappedReduction
 from mpi_ckpt.parallel.norm import NORM_BLOCK, squared_norm
+from mpi_ckpt.parallel.owned import OwnedPieces
+from mpi_ckpt.parallel.tensor import LocalPart, TensorGroup
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,6 +50,7 @@ class StepResult(NamedTuple):
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # Euclidean norm of the mean gradient
     param_norm: float  # of this rank's replica after the step: equal replicas have it equal to the bit
+    lr: float  # the learning rate as used
 
 
 class ZeroOptimizer:
@@ -52,6 +60,9 @@ class ZeroOptimizer:
     are kept as `param_dtype` (float16 or float32). `decay_intervals` are the sorted, disjoint intervals of the flat
     parameter space that decay; None: all. Raises ValueError, on every rank, when `initial` differs in length between
     ranks or is not flat float32, or when an option is out of its range.
+
+    Of a model that `tensor` ranks share, `comm` has the ranks with the same part, P is that part's length, and `part`
+    says where it lies in the whole. `overlap` sums gradients as `gradients_ready` hears of them; last bits may differ.
 
     Attributes: `params` [P] and `grads` float32 [P], both 64-byte aligned; `start`, `stop`: my interval; `master`,
     `m`, `v` float32 [stop - start]; `steps_taken`: updates so far, AdamW's bias correction counts them.
@@ -67,9 +78,16 @@ class ZeroOptimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         decay_intervals: Intervals | None = None,
+        tensor: TensorGroup | None = None,
+        part: LocalPart | None = None,
+        overlap: bool = False,
     ) -> None:
         numel = _agreed_length(comm, initial)
-        self._comm = comm
+        part = part or LocalPart.all_of(numel)
+        if part.size != numel:
+            raise ValueError(f"part: found pieces of {part.size} elements; expected {numel}, as in `initial`")
+        self._comm, self._tensor = comm, tensor or TensorGroup()
+        self._watch = self._tensor.watch  # of all communication, the model's included
         self._options = AdamWOptions(*betas, eps, weight_decay)
         self._counts = [stop - start for start, stop in (shard_range(numel, comm.size, r) for r in range(comm.size))]
         self.start, self.stop = shard_range(numel, comm.size, comm.rank)
@@ -79,6 +97,8 @@ class ZeroOptimizer:
         self.grads = aligned_zeros(numel, np.float32)
         self.master, self.m, self.v, self._mine = (aligned_zeros(self.stop - self.start, np.float32) for _ in range(4))
         self.steps_taken = 0
+        self._owned = OwnedPieces(self._tensor, part, self.start, self.stop)
+        self._reduction = OverlappedReduction(comm, self.grads, self._counts, self._mine) if overlap else None
         self._scratch = Scratch()
         self._wide = aligned_zeros(NORM_BLOCK, np.float64)
         self._receive_initial(initial)
@@ -102,20 +122,42 @@ class ZeroOptimizer:
         """
         gradient = self.reduce_gradients(local_tokens, local_loss_sum)
         self.apply(lr, 1.0 / gradient.tokens)
-        return StepResult(gradient.loss, gradient.grad_norm, self.replica_norm())
+        return StepResult(gradient.loss, gradient.grad_norm, self.replica_norm(), lr)
 
     def reduce_gradients(self, local_tokens: int, local_loss_sum: float) -> GradientSummary:
         """**Collective.** The first half of a step: sum the gradients into the shards; no state changes.
 
         Norm and loss come from float64 sums in rank order. See `step` for the arguments and for what is raised.
         """
-        reduce_scatter_sum(self._comm, self.grads, self._counts, self._mine)
-        mine = (local_loss_sum, local_tokens, squared_norm(self._mine, self._wide))
-        rows = gather_rows(self._comm, mine)
-        loss_sum, tokens, squares = sum_in_rank_order(rows).tolist()
+        with self._watch:
+            if self._reduction:
+                self._reduction.finish()
+            else:
+                reduce_scatter_sum(self._comm, self.grads, self._counts, self._mine)
+        mine = (local_loss_sum, local_tokens, self._owned.squared_norm(self._mine, self._wide))
+        with self._watch:
+            rows = gather_rows(self._comm, mine)
+            loss_sum, tokens, squares = self._over_tensor_ranks(*sum_in_rank_order(rows).tolist())
+            self._owned.take_shared(self._mine)
         if not (tokens > 0 and (rows[:, 1] >= 0).all()):
             raise ValueError(f"tokens of each rank: found {rows[:, 1].tolist()}; expected none negative, some positive")
         return GradientSummary(loss_sum / tokens, math.sqrt(squares) / tokens, tokens)
+
+    def gradients_ready(self, start: int, stop: int) -> None:
+        """**Collective.** With `overlap`: `grads[start:stop]` is final until the next step, its sum may begin.
+
+        Called in a step's last backward, from the last interval to the first; `reduce_gradients` sums what is left.
+        """
+        if self._reduction:
+            with self._watch:
+                self._reduction.ready(start, stop)
+
+    def _over_tensor_ranks(self, loss_sum: float, tokens: float, squares: float) -> list[float]:
+        """**Collective.** Sums over the whole mesh: tensor ranks see the same tokens, and those of rank 0 count."""
+        if self._tensor.size == 1:
+            return [loss_sum, tokens, squares]
+        once = float(self._tensor.rank == 0)  # a NaN that only this rank has stays NaN
+        return sum_in_rank_order(self._tensor.gather_rows([once * loss_sum, once * tokens, squares])).tolist()
 
     def apply(self, lr: float, grad_scale: float) -> None:
         """**Collective.** The second half of a step: AdamW on my shard, then all parameters to all ranks.
@@ -140,21 +182,36 @@ class ZeroOptimizer:
         self.gather_parameters()
 
     def gather_parameters(self) -> None:
-        """**Collective.** Every rank's interval of `params` to all ranks; also after a restore wrote into `state()`."""
-        allgather_intervals(self._comm, self.params, self._counts)
+        """**Collective.** Every rank's interval of `params` to all ranks that hold the same part of the model."""
+        with self._watch:
+            allgather_intervals(self._comm, self.params, self._counts)
+
+    def restored(self, steps_taken: int) -> None:
+        """**Collective.** Complete a state that was restored into `state()`, which had taken `steps_taken` updates.
+
+        A checkpoint holds every element once: what is shared has come to tensor rank 0 alone.
+        """
+        for mine in (self.params[self.start : self.stop], self.master, self.m, self.v):
+            self._owned.take_shared(mine)
+        self.steps_taken = steps_taken
+        self.gather_parameters()
 
     def replica_norm(self) -> float:
         """**Local.** Euclidean norm of this rank's whole replica; its bits depend on the parameters alone."""
         return math.sqrt(squared_norm(self.params, self._wide))
 
-    def state(self) -> dict[str, Shard]:
-        """**Local.** My interval of `param`, `master`, `m` and `v`, each [P]: live views, to be restored in place.
+    def state(self) -> dict[str, Shard | list[Shard]]:
+        """**Local.** What I own of `param`, `master`, `m` and `v`, each over the flat space of the whole model.
 
-        After restoring into them: set `steps_taken`, then call `gather_parameters`.
+        Live views, to be restored in place; call `restored` after that. A tensor rank's interval is several shards.
         """
-        numel = self.params.size
         arrays = {"param": self.params[self.start : self.stop], "master": self.master, "m": self.m, "v": self.v}
-        return {name: Shard(array, self.start, numel) for name, array in arrays.items()}
+        return {name: self._owned.shards(array) for name, array in arrays.items()}
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds that this rank has spent in collectives, waiting included, those of its `tensor` group among them."""
+        return self._watch.seconds
 
     @property
     def optimizer_bytes(self) -> int:

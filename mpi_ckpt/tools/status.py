@@ -13,7 +13,7 @@ MEANING = {
     WELL: "done, and what was asked about is well: intact, equal",
     NOT_WELL: "it is not well (damaged, different), or it could not be done: the error is on stderr",
     USAGE: "bad usage",
-    NOTHING_THERE: "nothing there: no committed step, or not the one that was named",
+    NOTHING_THERE: "nothing there: no run, no committed step, or not the one that was named",
     INTERRUPTED: "interrupted by Ctrl-C",
     BROKEN_PIPE: "nobody reads the output any more",
 }

@@ -49,6 +49,15 @@ def age(created: str, now: datetime | None = None) -> str:
     return f"{int(seconds // 86_400)} d"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 4 s, 12 min 30 s, 3 h 20 min, 9 d 4 h."""
+    whole = max(0, round(seconds))
+    for unit, name, below, lesser in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit} {name} {whole % unit // below} {lesser}"
+    return f"{whole} s"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> str:
     """Columns that line up, numbers to the right; the columns named in `left` to the left."""
     lines = [list(header), *map(list, rows)]

@@ -6,21 +6,25 @@ import contextlib
 import io
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from threadpoolctl import threadpool_limits
+from mpi_ckpt.train.preemption import Signals
 
-from mpi_ckpt.errors import ExplainedError, RankSilent
-from mpi_ckpt.train import arguments
-from mpi_ckpt.train.config import Options
-from mpi_ckpt.train.loop import run
+if TYPE_CHECKING:
+    from mpi_ckpt.train.config import Options
 
 
 def main(argv: list[str] | None = None) -> None:
-    """**Collective.** Run the program and leave: status 0, 2 for bad usage, 1 for any other failure."""
+    """**Collective.** Run the program and leave with a status of `mpi_ckpt.train.status`."""
+    signals = Signals().install()  # before the imports, which take the better part of a second
+
     from mpi4py import MPI
+    from threadpoolctl import threadpool_limits
 
     from mpi_ckpt.comm.abort import abort, abort_on_uncaught_exceptions, leave_together
+    from mpi_ckpt.errors import ExplainedError, RankSilent
+    from mpi_ckpt.train import status
+    from mpi_ckpt.train.launch import run
 
     comm = MPI.COMM_WORLD
     abort_on_uncaught_exceptions(comm)
@@ -28,20 +32,21 @@ def main(argv: list[str] | None = None) -> None:
     try:
         explicit, steps, options = _parse(argv, speaks=comm.rank == 0)
         with threadpool_limits(options.threads, user_api="blas"):
-            run(comm, explicit, steps, options)
+            outcome = run(comm, explicit, steps, options, signals)
     except SystemExit as usage:
-        leave_together(comm, 2 if usage.code else 0)
-    except RankSilent as error:
-        sys.stderr.write(f"[rank {comm.rank}] error: {error}\n")  # one write: lines of ranks must not mix
-        abort(comm, 1)
+        outcome = status.USAGE if usage.code else status.FINISHED
     except ExplainedError as error:
         sys.stderr.write(f"[rank {comm.rank}] error: {error}\n")  # one write: lines of ranks must not mix
-        leave_together(comm, 1)
-    leave_together(comm, 0)
+        outcome = status.of(error)
+        if isinstance(error, RankSilent):  # that rank will not come
+            abort(comm, outcome)
+    leave_together(comm, outcome)
 
 
 def _parse(argv: list[str] | None, *, speaks: bool) -> tuple[dict[str, Any], int | None, Options]:
     """Every rank parses the same line; one of them says what is wrong with it, or prints the help."""
+    from mpi_ckpt.train import arguments
+
     silence = contextlib.ExitStack()
     with silence:
         if not speaks:

@@ -60,6 +60,34 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="write while training goes on (default), or wait for every checkpoint",
     )
+    save.add_argument(
+        "--mtbf", default="1d", metavar="TIME", help="mean time between failures, for --ckpt-every auto (default 1d)"
+    )
+    guard = parser.add_argument_group("divergence")
+    guard.add_argument(
+        "--guard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go back to a checkpoint when a loss or gradient is not finite, or the loss spikes (default); --no-guard: "
+        "stop when one is not finite",
+    )
+    guard.add_argument(
+        "--spike-factor",
+        type=float,
+        default=2.0,
+        metavar="F",
+        help="a spike: F times the median of the last 20 losses, and 0.5 above it (default 2)",
+    )
+    guard.add_argument(
+        "--on-spike",
+        choices=("skip", "lower-lr", "stop"),
+        default="skip",
+        help="after going back, skip the samples up to the rejected step (default), or train on them with half the "
+        "learning rate; or do not go back, stop",
+    )
+    guard.add_argument(
+        "--max-rollbacks", type=int, default=10, metavar="N", help="stop at the next one, in all launches (default 10)"
+    )
     model = parser.add_argument_group("model (settings)")
     model.add_argument("--n-layer", type=int, help="transformer blocks (default 2)")
     model.add_argument("--n-embd", type=int, help="width (default 32)")
@@ -75,16 +103,90 @@ def _parser() -> argparse.ArgumentParser:
     batch = data.add_mutually_exclusive_group()
     batch.add_argument("--global-batch", type=int, help="samples a step, over all ranks")
     batch.add_argument("--batch", type=int, help="the same, a rank (default 4)")
+    data.add_argument(
+        "--grad-accum",
+        type=int,
+        metavar="K",
+        help="micro-batches that each rank splits its samples of a step into "
+        "(default 1); their gradients are summed and reduced once a step",
+    )
+    data.add_argument(
+        "--eval-samples",
+        type=_positive,
+        metavar="N",
+        help="hold out the last N samples of the data: no step trains on them (default 64 if the first launch has "
+        "--eval-every, else 0)",
+    )
     data.add_argument("--token-noise", type=float, help="probability that an input token is replaced (default 0)")
     optimizer = parser.add_argument_group("optimizer (settings)")
     optimizer.add_argument("--seed", type=int, help="of initial values, corpus, order and noise (default 0)")
     optimizer.add_argument("--lr", type=float, help="learning rate (default 3e-3)")
+    optimizer.add_argument("--lr-schedule", choices=("constant", "cosine"), help="after the warm-up (default constant)")
+    optimizer.add_argument(
+        "--warmup-steps", type=int, metavar="N", help="steps over which the learning rate rises to --lr (default 0)"
+    )
+    optimizer.add_argument("--lr-min", type=float, help="where the cosine ends (default a tenth of --lr)")
+    optimizer.add_argument(
+        "--lr-decay-steps",
+        type=int,
+        metavar="N",
+        help="step at which it ends (default --steps of the first launch: another --steps later does not move it)",
+    )
+    optimizer.add_argument(
+        "--clip-norm", type=float, metavar="X", help="largest norm of the mean gradient, 0 for any (default 1)"
+    )
     optimizer.add_argument("--beta1", type=float, help="AdamW beta1 (default 0.9)")
     optimizer.add_argument("--beta2", type=float, help="AdamW beta2 (default 0.95)")
     optimizer.add_argument("--eps", type=float, help="AdamW eps (default 1e-8)")
     optimizer.add_argument("--weight-decay", type=float, help="AdamW weight decay (default 0.1)")
+    optimizer.add_argument(
+        "--decay",
+        choices=("matrices", "all"),
+        help="what decays: weights and embeddings but no bias or LayerNorm gain (default), or every parameter (runs "
+        "begun before this setting)",
+    )
+    optimizer.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="sum gradients over the ranks in buckets, while the backward computes the others (default no: all at once "
+        "after it); last bits of the sums differ, so this is the run's",
+    )
     machine = parser.add_argument_group("this launch")
+    machine.add_argument(
+        "--tensor-parallel",
+        type=_positive,
+        default=1,
+        metavar="T",
+        help="share the model over T neighbouring ranks: heads and hidden units of every block; the other ranks are "
+        "data parallel. A checkpoint of another T needs --elastic (default 1)",
+    )
     machine.add_argument("--log-every", type=_positive, metavar="N", help="print every Nth step (default: 20 rows)")
+    machine.add_argument(
+        "--eval-every",
+        type=_positive,
+        metavar="E",
+        help="evaluate on the held-out samples every E steps and at the end (default: at the end only)",
+    )
+    machine.add_argument(
+        "--time-limit",
+        metavar="TIME",
+        help="'30min': checkpoint and leave in time, with status 75 (default: the end of the Slurm job, if known)",
+    )
+    machine.add_argument(
+        "--hang-timeout",
+        default="30min",
+        metavar="TIME",
+        help="without progress for so long, leave with status 77; longer than the longest evaluation, 0 for never "
+        "(default 30min)",
+    )
+    machine.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="for trying things out, once a run: lr-spike:STEP:FACTOR, nan:STEP:RANK, kill:STEP:RANK, hang:STEP:RANK",
+    )
     machine.add_argument("--threads", type=_positive, default=1, help="BLAS threads a rank (default 1)")
     return parser
 

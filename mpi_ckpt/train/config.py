@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpi_ckpt.checkpoint.cadence import Cadence
+from mpi_ckpt.checkpoint.cadence import Cadence, parse_duration
 from mpi_ckpt.errors import ExplainedError
 from mpi_ckpt.model.config import ModelConfig
+from mpi_ckpt.train.inject import Injection
+
+EVAL_SAMPLES = 64  # held out by a run that evaluates and does not say how many
+_BEFORE: dict[str, Any] = {"decay": "all", "clip_norm": 0.0}  # what runs did that could not say so
 
 
 class ConfigError(ExplainedError, ValueError):
@@ -32,6 +37,15 @@ class Settings:
     token_noise: float = 0.0
     data: str | None = None
     corpus_tokens: int = 65536
+    grad_accum: int = 1  # micro-batches a step
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    lr_min: float | None = None  # None: a tenth of lr
+    lr_decay_steps: int | None = None  # None: not fixed yet, or a schedule without an end
+    decay: str = "matrices"
+    clip_norm: float = 1.0  # 0: no clipping
+    eval_samples: int = 0  # held out of the training data
+    overlap: bool = False  # a bucket of gradients may be summed in another order than all at once
 
     def __post_init__(self) -> None:
         _check("global_batch", self.global_batch, self.global_batch >= 1, "an integer of at least 1")
@@ -44,6 +58,31 @@ class Settings:
         _check("param_dtype", self.param_dtype, self.param_dtype in ("float16", "float32"), "float16 or float32")
         _check("token_noise", self.token_noise, 0 <= self.token_noise < 1, "a probability below 1")
         _check("corpus_tokens", self.corpus_tokens, self.corpus_tokens >= 2, "an integer of at least 2")
+        _check("grad_accum", self.grad_accum, self.grad_accum >= 1, "an integer of at least 1")
+        _check("lr_schedule", self.lr_schedule, self.lr_schedule in ("constant", "cosine"), "constant or cosine")
+        _check("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "an integer of at least 0")
+        _check("lr_min", self.lr_min, 0 <= self.lowest_lr <= self.lr, f"a number from 0 to lr, which is {self.lr}")
+        decay_steps = self.lr_decay_steps
+        beyond = f"an integer above warmup_steps, which is {self.warmup_steps}"
+        _check("lr_decay_steps", decay_steps, decay_steps is None or decay_steps > self.warmup_steps, beyond)
+        _check("decay", self.decay, self.decay in ("matrices", "all"), "matrices or all")
+        _check("clip_norm", self.clip_norm, 0 <= self.clip_norm < math.inf, "a number of at least 0")
+        _check("eval_samples", self.eval_samples, self.eval_samples >= 0, "an integer of at least 0")
+
+    @property
+    def lowest_lr(self) -> float:
+        """Where the cosine ends: GPT-3's tenth of lr (arXiv:2005.14165, appendix B) unless `lr_min` says otherwise."""
+        return self.lr / 10 if self.lr_min is None else self.lr_min
+
+    def completed(self, steps: int, *, evaluates: bool) -> Settings:
+        """What a run that begins now stores: the settings that depend on its first launch, fixed for good.
+
+        The cosine ends at the run's `steps` unless `lr_decay_steps` is given; a launch that evaluates holds out
+        EVAL_SAMPLES unless `eval_samples` is given.
+        """
+        decay_steps = self.lr_decay_steps or (steps if self.lr_schedule == "cosine" else None)
+        held_out = self.eval_samples or (EVAL_SAMPLES if evaluates else 0)
+        return dataclasses.replace(self, lr_decay_steps=decay_steps, eval_samples=held_out)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: the model's sizes under 'model', the rest beside it."""
@@ -51,8 +90,11 @@ class Settings:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Settings:
-        """The inverse of `to_json`. Raises TypeError or ValueError for anything else."""
-        return cls(**(stored | {"model": ModelConfig(**stored["model"])}))
+        """The inverse of `to_json`. Raises TypeError or ValueError for anything else.
+
+        A run that is older than a setting goes on as it began.
+        """
+        return cls(**(_BEFORE | stored | {"model": ModelConfig(**stored["model"])}))
 
 
 @dataclass(frozen=True)
@@ -70,6 +112,16 @@ class Options:
     keep: int | None = 3
     log_every: int | None = None
     threads: int = 1
+    tensor_parallel: int = 1  # ranks that share one model
+    eval_every: int | None = None
+    mtbf: str = "1d"  # mean time between failures, for a cadence of 'auto'
+    guard: bool = True
+    spike_factor: float = 2.0
+    on_spike: str = "skip"
+    max_rollbacks: int = 10
+    inject: Sequence[str] = ()
+    hang_timeout: str = "30min"  # or a number of seconds, 0 for off
+    time_limit: str | None = None
 
     def __post_init__(self) -> None:
         step = self.resume.isdecimal()
@@ -78,10 +130,44 @@ class Options:
         _check("on_damage", self.on_damage, self.on_damage in ("raise", "older"), "raise or older")
         _check("log_every", self.log_every, self.log_every is None or self.log_every >= 1, "at least 1")
         _check("threads", self.threads, self.threads >= 1, "at least 1")
-        try:
-            Cadence.parse(self.ckpt_every)
-        except ValueError as error:
-            raise ConfigError(f"ckpt_every cannot be used: {error}") from error
+        _check("spike_factor", self.spike_factor, 1 <= self.spike_factor < math.inf, "a number of at least 1")
+        _check("on_spike", self.on_spike, self.on_spike in ("skip", "lower-lr", "stop"), "skip, lower-lr or stop")
+        _check("max_rollbacks", self.max_rollbacks, self.max_rollbacks >= 0, "an integer of at least 0")
+        for name in ("ckpt_every", "mtbf", "inject", "hang_timeout", "time_limit"):
+            try:
+                self._parsed(name)
+            except ValueError as error:
+                raise ConfigError(f"{name} cannot be used: {error}") from error
+
+    def _parsed(self, name: str) -> Any:
+        """What the text of an option stands for. Raises ValueError."""
+        text = getattr(self, name)
+        if name == "inject":
+            return [Injection.parse(injection) for injection in text]
+        if name == "ckpt_every":
+            return Cadence.parse(text)
+        if text is None:
+            return None
+        if name == "hang_timeout" and text.replace(".", "", 1).isdecimal():
+            return float(text)
+        return parse_duration(name, text)
+
+    @property
+    def injections(self) -> list[Injection]:
+        """The faults to inject."""
+        found: list[Injection] = self._parsed("inject")
+        return found
+
+    @property
+    def hang_seconds(self) -> float:
+        """Seconds without progress that end the job; 0 for never."""
+        return float(self._parsed("hang_timeout"))
+
+    @property
+    def time_limit_seconds(self) -> float | None:
+        """Seconds after which this launch has to be over."""
+        seconds: float | None = self._parsed("time_limit")
+        return seconds
 
     @property
     def resume_step(self) -> int | None:

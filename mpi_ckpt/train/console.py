@@ -45,6 +45,11 @@ class StepTable:
                 f"{row['grad_norm']:10.5f} {ms:8.2f}"
             )
 
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """**Local.** An evaluation, as it goes to the metrics."""
+        if self._enabled:
+            self._print(f"{row['step']:6d} evaluation: loss {row['eval_loss']:.4f} over {row['eval_tokens']} tokens")
+
     def _print(self, line: str) -> None:
         if self._progress:
             self._progress.console.print(line, markup=False, highlight=False)
@@ -77,7 +82,6 @@ def print_manifest(manifest: ShardManifest, directory: Path) -> None:
     print(f"\ncheckpoint {directory}: step {manifest.step}, {manifest.world_size} ranks, {total} bytes")
     print(f"{'rank':>6}  {'file':<14} {'bytes':>10} {'offset':>10} {'numel':>10}  sha256")
     for shard in manifest.shards:
-        print(
-            f"{shard.rank:6d}  {shard.path:<14} {shard.nbytes:10d} {shard.param_shard_offset:10d} "
-            f"{shard.param_shard_numel:10d}  {shard.sha256[:16]}..."
-        )
+        interval = shard.param_shard_offset, shard.param_shard_numel
+        offset, numel = ("-", "-") if None in interval else interval
+        print(f"{shard.rank:6d}  {shard.path:<14} {shard.nbytes:10d} {offset:>10} {numel:>10}  {shard.sha256[:16]}...")

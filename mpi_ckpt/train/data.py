@@ -3,12 +3,14 @@
 A corpus of n tokens holds `(n - 1) // T` samples of T tokens: sample i reads tokens `[i T, i T + T)` and predicts the
 same tokens shifted by one. The *cursor* counts the samples that all ranks together have consumed since the run began;
 it is the whole state of the data, and any number of ranks can go on from it. Each epoch visits every sample exactly
-once, in an order of its own. Everything here is **local**.
+once, in an order of its own, but for those at the end of the corpus that a run holds out for evaluation. Everything
+here is **local**.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -27,20 +29,26 @@ BLOCK = 4096  # samples whose order is worked out together, so that most steps p
 class Dataset:
     """Batches of a corpus: `batch(cursor, ...)` gives a rank its part of the global batch that starts at `cursor`.
 
-    `tokens` [n] are unsigned integers, in memory or mapped; `name` stands for them in errors. Raises ConfigError when
-    they hold no sample of `seq_len` tokens and the one to predict, or a token is outside the vocabulary (checked in
-    each batch as it is read).
+    `tokens` [n] are unsigned integers, in memory or mapped; `name` stands for them in errors. The last `held_out`
+    samples are for evaluation only (`held_out_batch`): no epoch visits them. Raises ConfigError when no sample of
+    `seq_len` tokens and the one to predict is left for training, or a token is outside the vocabulary (checked in each
+    batch as it is read).
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, *, vocab_size: int, name: str) -> None:
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, seed: int, *, vocab_size: int, name: str, held_out: int = 0
+    ) -> None:
         self.tokens, self.seq_len, self.seed, self.vocab_size, self.name = tokens, seq_len, seed, vocab_size, name
-        self.samples_per_epoch = (len(tokens) - 1) // seq_len
+        self.held_out = held_out
+        self.samples_per_epoch = (len(tokens) - 1) // seq_len - held_out
         if self.samples_per_epoch < 1:
+            needed = (held_out + 1) * seq_len + 1
+            beside = f", beside {held_out} held out" if held_out else ""
             raise ConfigError(
-                f"{name}: the data are too short for one sample",
+                f"{name}: the data are too short for one sample{beside}",
                 found=f"{len(tokens)} tokens",
-                expected=f"at least {seq_len + 1}: a sequence of {seq_len} and the next token",
-                action="Give more data, or a shorter sequence.",
+                expected=f"at least {needed}: {held_out + 1} sequence(s) of {seq_len} and the next token",
+                action="Give more data, a shorter sequence, or hold fewer samples out.",
             )
         self.identity = DataIdentity.of(tokens, name)
         self._may_exceed_vocab = np.iinfo(tokens.dtype).max >= vocab_size
@@ -57,33 +65,46 @@ class Dataset:
         ids = self.sample_ids(cursor + start, stop - start)
         if len(ids) != len(self._inputs):
             self._inputs, self._targets = (np.empty((len(ids), self.seq_len), np.int64) for _ in range(2))
-        for row, sample in enumerate(ids.tolist()):
-            self._read(row, sample * self.seq_len)
+        self._read(ids.tolist(), self._inputs, self._targets)
         return self._inputs, self._targets
+
+    def held_out_batch(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(inputs, targets)`, both `[stop - first, T]` int64 and new: held-out samples `first` to `stop`.
+
+        They are counted from 0 to `held_out` in the order of the corpus. Raises ConfigError as `batch` does.
+        """
+        inputs, targets = (np.empty((stop - first, self.seq_len), np.int64) for _ in range(2))
+        self._read(range(self.samples_per_epoch + first, self.samples_per_epoch + stop), inputs, targets)
+        return inputs, targets
 
     def sample_ids(self, cursor: int, count: int) -> np.ndarray:
         """The samples `[count]` int64 that `count` positions from `cursor` on stand for, see `sample_ids` below."""
         return sample_ids(cursor, count, self.samples_per_epoch, self.seed)
 
-    def _read(self, row: int, position: int) -> None:
-        """Fill `row` of the buffers with the sample at `position` of the corpus."""
-        window = self.tokens[position : position + self.seq_len + 1]
-        if self._may_exceed_vocab:
-            check_vocabulary(window, self.vocab_size, self.name, position)
-        self._inputs[row] = window[:-1]
-        self._targets[row] = window[1:]
+    def _read(self, samples: Iterable[int], inputs: np.ndarray, targets: np.ndarray) -> None:
+        """Fill the rows of `inputs` and `targets` with samples of the corpus."""
+        for row, sample in enumerate(samples):
+            position = sample * self.seq_len
+            window = self.tokens[position : position + self.seq_len + 1]
+            if self._may_exceed_vocab:
+                check_vocabulary(window, self.vocab_size, self.name, position)
+            inputs[row] = window[:-1]
+            targets[row] = window[1:]
 
 
-def open_dataset(path: str | None, seq_len: int, seed: int, *, vocab_size: int, total_tokens: int) -> Dataset:
+def open_dataset(
+    path: str | None, seq_len: int, seed: int, *, vocab_size: int, total_tokens: int, held_out: int = 0
+) -> Dataset:
     """The data set of file `path` (see `open_corpus`), or of `make_corpus(seed, total_tokens)` when `path` is None.
 
-    Raises ConfigError, which names the file, when the data cannot be used.
+    Its last `held_out` samples are for evaluation only. Raises ConfigError, which names the file, when the data cannot
+    be used.
     """
     if path is None:
         tokens, name = make_corpus(seed, total_tokens, vocab_size), f"synthetic text, seed {seed}"
     else:
         tokens, name = open_corpus(path, vocab_size), path
-    return Dataset(tokens, seq_len, seed, vocab_size=vocab_size, name=name)
+    return Dataset(tokens, seq_len, seed, vocab_size=vocab_size, name=name, held_out=held_out)
 
 
 def sample_ids(cursor: int, count: int, samples_per_epoch: int, seed: int) -> np.ndarray:

@@ -1,153 +1,121 @@
-"""A launch from beginning to end: decide, resume or start, train, checkpoint, check."""
+"""Training, step by step: inject, gradients, guard, update, log, evaluate, checkpoint, leave if asked to."""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from mpi_ckpt.checkpoint.checkpointer import Checkpointer
-from mpi_ckpt.checkpoint.sharded import verify_resume
-from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.comm.collectives import gather_rows
-from mpi_ckpt.parallel.zero import StepResult
-from mpi_ckpt.storage import names
-from mpi_ckpt.train import checks, console
-from mpi_ckpt.train.config import Options, Settings, resolve
-from mpi_ckpt.train.data import Dataset, open_dataset
-from mpi_ckpt.train.metrics import MetricsLog
-from mpi_ckpt.train.run import CHECKPOINTS, Plan, choose_directory, plan_launch, store
-from mpi_ckpt.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpi_ckpt.parallel.zero import GradientSummary, StepResult
+from mpi_ckpt.train import checks, console, inject, rollback
+from mpi_ckpt.train.job import Job
 
 
-def run(comm: MPI.Comm, explicit: dict[str, Any], steps: int | None, options: Options) -> None:
-    """**Collective.** One launch of the program.
+def train(job: Job, table: console.StepTable) -> int:
+    """**Collective.** Up to the last step of this launch, or until some rank is asked to leave.
 
-    `explicit` are the settings on the command line, `steps` the number of steps of the run if it is given there.
-    Raises ConfigError, CheckFailed or a CheckpointError, the same on every rank.
+    Checkpoints when due and before it returns; returns why it left early, see `preemption.REASONS`, or 0. If the run
+    holds samples out, it evaluates on them at every multiple of `eval_every` and at the end.
     """
-    council = Council(comm)
-    if options.run_dir is None:
-        resolve(explicit, None, comm.size)  # a mistake must not leave a new directory behind
-    run_dir = council.share(lambda: choose_directory(options))
-    log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
-    with Checkpointer(
-        run_dir / CHECKPOINTS,
-        comm,
-        every=options.ckpt_every,
-        keep=options.keep,
-        async_io=options.async_io,
-        on_event=log.write if log else None,
-    ) as checkpointer:
-        plan = council.share(lambda: plan_launch(run_dir, explicit, steps, options, comm.size))
-        data = council.everywhere(lambda: _open_data(plan))
-        council.share(lambda: store(plan, data.identity))
-        trainer = Trainer.build(comm, plan.settings, data)
-        first = _resume(checkpointer, trainer, plan, options) + 1
-        if log:
-            log.write({"event": "launch", "step": first - 1, "ranks": comm.size, "settings": plan.settings.to_json()})
-        if first <= plan.last_step:
-            every = options.log_every or max(1, (plan.last_step - first + 1) // 20)
-            with console.StepTable(first, plan.last_step, every, enabled=comm.rank == 0) as table:
-                losses = train(trainer, checkpointer, first, plan.last_step, log, table)
-            _check_results(council, checkpointer, trainer, plan, losses)
-        elif comm.rank == 0:
-            print(f"{run_dir}: step {plan.last_step} is done already; nothing to train")
-        if log:
-            reason = "finished" if plan.last_step == plan.steps else "stop-at"
-            log.write({"event": "finish", "step": max(first - 1, plan.last_step), "reason": reason})
-    council.close()
+    last, eval_every = job.plan.last_step, job.options.eval_every
+    spike_factor = job.options.spike_factor if job.options.guard else math.inf
+    while (step := job.progress["step"] + 1) <= last:
+        began, waited = time.perf_counter(), job.trainer.optimizer.communication_seconds
+        lr_factor = _inject(job, step)
+        _skip_samples(job, step)
 
+        gradient = job.trainer.gradients()
+        rejected = job.guard.judge(gradient.loss, gradient.grad_norm, spike_factor)
+        if rejected is None:
+            result = _update(job, gradient, lr_factor)
+            boundary = checks.check_replicas(
+                job.comm, step, result.param_norm, job.attention.request(), part=job.trainer.mesh.tensor.rank
+            )
+            rejected = None if boundary.finite else "non-finite"  # a finite update may overflow
+        if rejected is not None:
+            stop = job.progress["cursor"] + job.plan.settings.global_batch * (job.progress["step"] < step)
+            rollback.roll_back(job, rollback.Trip(step, rejected, gradient.loss, stop))
+            continue
 
-def train(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    first: int,
-    last: int,
-    log: MetricsLog | None,
-    table: console.StepTable,
-) -> list[float]:
-    """**Collective.** Steps `first` to `last`, checkpointed when due and at the end; returns their losses."""
-    settings = trainer.settings
-    stored = settings.to_json()
-    index = {p.name: (p.start, p.shape) for p in settings.model.parameters()}
-    losses = []
-    for step in range(first, last + 1):
-        began = time.perf_counter()
-        result = trainer.step()
-        checks.check_replicas(trainer.comm, step, result.param_norm)
-        losses.append(result.loss)
-        if log:  # before the step can commit: the log never knows less than the newest checkpoint
-            row = _row(step, result, settings, time.perf_counter() - began)
-            log.write(row)
+        job.guard.accept(result.loss)
+        job.losses[step] = result.loss
+        if job.log:  # before the step can commit: the log never knows less than the newest checkpoint
+            seconds = time.perf_counter() - began
+            communication = job.trainer.optimizer.communication_seconds - waited
+            row = _row(job, step, result, seconds, communication)
+            job.log.write(row)
             table.row(row)
-        meta = {"settings": stored, "cursor": trainer.state["progress"]["cursor"]}
-        about: dict[str, Any] = {"meta": meta, "metrics": {"loss": result.loss}, "index": index}
-        if not checkpointer.save_if_due(step, trainer.state, **about) and step == last:
-            checkpointer.save(step, trainer.state, **about)
-    return losses
+        if len(job.losses) == 1:  # every buffer is there now
+            memory = checks.gather_memory(job.comm, job.trainer.optimizer)
+            job.event("memory", step, **checks.memory_by_name(memory))
+        job.watchdog.beat()
+        if job.trainer.data.held_out and (step == last or (eval_every and step % eval_every == 0)):
+            _evaluate(job, step, table)
+        job.attention.clock.stepped(time.perf_counter() - began)
+        _checkpoint(job, step, leaving=step == last or boundary.request != 0)
+        if boundary.request and step < last:
+            return boundary.request
+    return 0
 
 
-def _row(step: int, result: StepResult, settings: Settings, seconds: float) -> dict[str, Any]:
+def _inject(job: Job, step: int) -> float:
+    """**Collective.** The faults of this step that have not fired in this run; returns the learning rate's factor."""
+    factor = 1.0
+    for injection in inject.due(job.options.injections, step):
+        if job.council.share(partial(inject.claim, job.plan.run_dir, injection)):
+            about = {"rank": injection.rank} if injection.rank is not None else {"factor": injection.factor}
+            job.event("injection", step, kind=injection.kind, **about)
+            inject.strike(injection, job.comm.rank, job.trainer.optimizer.params)
+            factor *= injection.factor
+    return factor
+
+
+def _skip_samples(job: Job, step: int) -> None:
+    """**Local.** Past the samples that a rollback has excluded: consumed, unseen."""
+    first = job.progress["cursor"]
+    job.progress["cursor"] = stop = job.guard.next_cursor(first)
+    if stop > first:
+        job.event("skip", step, first=first, stop=stop)
+
+
+def _update(job: Job, gradient: GradientSummary, lr_factor: float) -> StepResult:
+    """**Collective.** The update, with this step's factor on the learning rate."""
+    lr_scale = job.progress["lr_scale"]
+    job.progress["lr_scale"] = lr_scale * lr_factor
+    result = job.trainer.update(gradient)
+    job.progress["lr_scale"] = lr_scale
+    return result
+
+
+def _row(job: Job, step: int, result: StepResult, seconds: float, communication: float) -> dict[str, Any]:
+    settings = job.plan.settings
     return {
         "step": step,
         "loss": result.loss,
-        "lr": settings.lr,
+        "lr": result.lr,
         "param_norm": result.param_norm,
         "grad_norm": result.grad_norm,
         "step_seconds": seconds,
+        "communication_seconds": communication,
         "tokens_per_second": settings.global_batch * settings.model.seq_len / seconds,
     }
 
 
-def _open_data(plan: Plan) -> Dataset:
-    settings = plan.settings
-    data = open_dataset(
-        settings.data,
-        settings.model.seq_len,
-        settings.seed,
-        vocab_size=settings.model.vocab_size,
-        total_tokens=settings.corpus_tokens,
-    )
-    if plan.stored_data is not None:
-        data.identity.check_unchanged(plan.stored_data)
-    return data
+def _evaluate(job: Job, step: int, table: console.StepTable) -> None:
+    """**Collective.** Evaluate after `step`, log it and show it."""
+    began = time.perf_counter()
+    loss, tokens = job.trainer.evaluate()
+    job.watchdog.beat()
+    if job.log:
+        row = {"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_seconds": time.perf_counter() - began}
+        job.log.write({"event": "evaluation", **row})
+        table.evaluation(row)
 
 
-def _resume(checkpointer: Checkpointer, trainer: Trainer, plan: Plan, options: Options) -> int:
-    """**Collective.** Restore what there is; returns the step after which training continues, 0 for none."""
-    world_size = "any" if options.elastic else "same"
-    found = checkpointer.restore(trainer.state, plan.resume_from, world_size=world_size, on_damage=options.on_damage)
-    if found is None:
-        return 0
-    if plan.resume_from is not None:
-        checkpointer.discard_after(found.step)
-    trainer.restored()
-    if trainer.comm.rank == 0:
-        print(f"resumed {plan.run_dir} after step {found.step}", flush=True)
-    return found.step
-
-
-def _check_results(
-    council: Council, checkpointer: Checkpointer, trainer: Trainer, plan: Plan, losses: list[float]
-) -> None:
-    """**Collective.** The checks at the end of a launch, and their report."""
-    comm, optimizer = trainer.comm, trainer.optimizer
-    council.everywhere(lambda: checks.check_optimizer_bytes(optimizer, comm.rank))
-    memory = [optimizer.params.nbytes, optimizer.grads.nbytes, optimizer.optimizer_bytes, checks.resident_bytes()]
-    rows = gather_rows(comm, memory)
-    checkpointer.wait_until_finished()
-    manifest = verify_resume(trainer.state, checkpointer.root, plan.last_step, comm)
-    if comm.rank == 0:
-        console.print_memory(rows.tolist(), optimizer.params.size)
-        console.print_manifest(manifest, names.step_dir(checkpointer.root, plan.last_step))
-        print(f"resume verified: step {plan.last_step} read back is the state in memory, bit for bit, on every rank")
-    whole_default_run = plan.fresh and len(losses) == 20 and _is_default(plan.settings, comm.size)
-    if whole_default_run:
-        checks.check_loss_falls(losses)
-
-
-def _is_default(settings: Settings, ranks: int) -> bool:
-    return settings == Settings(global_batch=4 * ranks, seed=settings.seed)
+def _checkpoint(job: Job, step: int, *, leaving: bool) -> None:
+    """**Collective.** Save if it is due; on leaving in any case."""
+    with job.watchdog.engine():
+        about = job.about({"loss": job.losses[step]})
+        if not job.checkpointer.save_if_due(step, job.trainer.state, **about) and leaving:
+            job.checkpointer.save(step, job.trainer.state, **about)

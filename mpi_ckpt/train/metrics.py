@@ -1,18 +1,31 @@
 """`metrics.jsonl`: one strict JSON object a line, what happened and when, for people and programs alike.
 
 Every line has `time`, seconds since 1970 on rank 0's clock.
-A step:    {"step", "loss" [nats a token], "lr", "param_norm", "grad_norm", "step_seconds", "tokens_per_second"}
+A step:    {"step", "loss" [nats a token], "lr" [as used], "param_norm", "grad_norm" [before clipping], "step_seconds",
+            "communication_seconds" [of them in collectives on rank 0, waiting included], "tokens_per_second"}
 An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes` in bytes over all ranks:
 
-    launch      ranks, settings          a launch begins, after `step` steps
+    launch      ranks, mesh, settings    a launch begins, after `step` steps; mesh: {"data", "tensor"}, ranks of each
     checkpoint  nbytes, stall_seconds    the state is copied (synchronous: committed); the stall is what training lost
-    commit      nbytes, commit_seconds   the step is committed and durable
+    commit      nbytes, commit_seconds, write_seconds   the step is committed and durable, so long after the call; the
+                                         slowest rank wrote its file in `write_seconds`
     prune                                a committed step was deleted, by retention
-    restore     restore_seconds          training continues after `step`
+    evaluation  eval_loss, eval_tokens, eval_seconds   on the held-out samples, nats a token
+    restore     restore_seconds          the state is that of `step` again
     damage      error                    the step was found damaged and set aside
+    memory      params, gradients, optimizer, resident   bytes, lists by rank; `resident` is the most so far
+    rollback    target, reason, action, rollbacks, skipped   `step` was rejected ("non-finite" or "spike"), training
+                                         goes on after `target`; action: "skip" or "lower-lr"; `rollbacks` so far in
+                                         the run; `skipped`: all samples that it leaves out, [[first, stop), ...]
+    skip        first, stop              before `step`, samples `first` to `stop` - 1 were consumed unseen
+    injection   kind, rank or factor     before `step`, a fault on purpose
+    hang        rank, seconds            no progress after `step` for so long; the launch ends (rank 0's, if it can)
+    preemption  reason                   the launch ends early, what was done is committed: "SIGUSR1", "SIGTERM",
+                                         "SIGINT", "halt" or "time-limit"
     finish      reason                   the launch ends: "finished" or "stop-at"
 
-Of repeated steps the last row counts. Each line is one O_APPEND write, and a step's row is written before that step can
+Of repeated steps the last row counts: after a rollback, too, the steps after `target` are taken again.
+Each line is one O_APPEND write, and a step's row is written before that step can
 commit, so the file never knows less than the newest checkpoint. A line that a crash cut short is removed at launch.
 """
 

@@ -76,6 +76,16 @@ def plan_launch(run_dir: Path, explicit: dict[str, Any], steps: int | None, opti
     _check_resume_step(run_dir, committed, options)
     settings = resolve(explicit, stored.settings if stored and anything else None, ranks)
     total = steps or (stored.steps if stored and anything else DEFAULT_STEPS)
+    if not anything:
+        settings = settings.completed(total, evaluates=options.eval_every is not None)
+    elif options.eval_every and not settings.eval_samples:
+        raise ConfigError(
+            "eval_every cannot be used: this run holds no samples out",
+            path=run_dir / RUN_FILE,
+            found="eval_samples 0",
+            expected="at least 1, from the first launch on: the order of the training samples depends on it",
+            action="Leave --eval-every out, or start a new run in another directory.",
+        )
     return Plan(
         run_dir=run_dir,
         settings=settings,

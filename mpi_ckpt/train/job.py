@@ -1,0 +1,79 @@
+"""What a launch has in hand while it trains: the parts that the loop and a rollback work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mpi_ckpt.checkpoint.checkpointer import Checkpointer, Found
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.train.config import Options
+from mpi_ckpt.train.guard import Guard
+from mpi_ckpt.train.metrics import MetricsLog
+from mpi_ckpt.train.preemption import Attention
+from mpi_ckpt.train.run import Plan
+from mpi_ckpt.train.trainer import Trainer
+from mpi_ckpt.train.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass
+class Job:
+    """One launch. All ranks have one; only rank 0's has a log."""
+
+    comm: MPI.Comm
+    council: Council
+    plan: Plan
+    options: Options
+    build: Callable[[], Trainer]  # **Collective.** A trainer as it is before the first step
+    trainer: Trainer
+    checkpointer: Checkpointer
+    attention: Attention
+    watchdog: Watchdog
+    log: MetricsLog | None
+    guard: Guard = field(default_factory=Guard)
+    losses: dict[int, float] = field(default_factory=dict)  # of the steps of this launch
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The trainer's, see `Trainer.build`: a part of its state."""
+        progress: dict[str, Any] = self.trainer.state["progress"]
+        return progress
+
+    def restore(self, step: int | None = None) -> Found | None:
+        """**Collective.** The newest committed step, or `step`, into the trainer; None if there is none.
+
+        Raises WorldSizeMismatch for another number of ranks or another mesh, unless the launch is elastic.
+        """
+        options = self.options
+        found = self.checkpointer.restore(
+            self.trainer.state, step, world_size="any" if options.elastic else "same", on_damage=options.on_damage
+        )
+        if found is not None:
+            saved = found.meta.get("mesh", {"data": found.manifest.world_size, "tensor": 1})
+            if not options.elastic:
+                self.trainer.mesh.check_saved(saved)
+            self.trainer.restored(saved)
+        return found
+
+    def about(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """What a checkpoint says beside the state: the options of `Checkpointer.save`."""
+        meta = self._constant_meta | {"cursor": self.progress["cursor"], "guard": self.guard.to_json()}
+        return {"meta": meta, "metrics": metrics, "index": self._index}
+
+    @cached_property
+    def _constant_meta(self) -> dict[str, Any]:
+        return {"settings": self.plan.settings.to_json(), "mesh": self.trainer.mesh.shape}
+
+    @cached_property
+    def _index(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {p.name: (p.start, p.shape) for p in self.plan.settings.model.parameters()}
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """**Local.** A line of the metrics, from rank 0."""
+        if self.log:
+            self.log.write({"event": name, "step": step, **fields})

@@ -1,0 +1,83 @@
+"""Exit statuses: one table, the same for every rank, and nothing that a launcher's arithmetic can hide."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+
+from mpi_ckpt import errors
+from mpi_ckpt.train import status
+from mpi_ckpt.train.config import ConfigError
+from mpi_ckpt.train.guard import Diverged
+from tests.launch import Launcher
+
+KILLED = 9  # of the ranks that an abort ends, under MPICH
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 4 steps on 2 ranks."""
+    launcher = Launcher(tmp_path_factory.mktemp("finished"))
+    launcher.train(2, "--run-dir", "run", "--steps", "4", "--ckpt-every", "2steps").check()
+    return launcher.cwd / "run"
+
+
+def test_they_survive_a_launcher_that_combines_them_bit_by_bit():
+    own = [status.DIVERGED, status.PREEMPTED, status.HUNG, status.DAMAGED]
+    assert len(set(own)) == 4
+    for one in own:
+        assert one | KILLED == one
+    assert all(one != other for one, other in itertools.combinations(own, 2))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConfigError("x"), status.USAGE),
+        (errors.WorldSizeMismatch("x"), status.USAGE),
+        (errors.UnknownSchema("x"), status.USAGE),  # an InvalidManifest, but nothing is damaged
+        (Diverged("x"), status.DIVERGED),
+        (errors.RankSilent("x"), status.HUNG),
+        (errors.CorruptShard("x"), status.DAMAGED),
+        (errors.MissingShard("x"), status.DAMAGED),
+        (errors.InvalidManifest("x"), status.DAMAGED),
+        (errors.NoCheckpoint("x"), status.DAMAGED),
+        (errors.LayoutMismatch("x"), status.DAMAGED),
+        (errors.SaveFailed("x"), status.FAILED),
+        (errors.DirectoryInUse("x"), status.FAILED),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_its_status(error, expected):
+    assert status.of(error) == expected
+
+
+def test_a_run_that_is_done_is_finished_again(finished, launch):
+    shutil.copytree(finished, launch.cwd / "run")
+    assert launch.train(2, "--run-dir", "run", "--ckpt-every", "2steps").status == status.FINISHED
+
+
+@pytest.mark.parametrize(
+    "flags", [["--no-such-flag"], ["--lr", "7"], ["--ckpt-every", "soon"], ["--time-limit", "1"], ["--resume", "3"]]
+)
+def test_what_the_same_line_cannot_mend_is_usage(finished, launch, flags):
+    shutil.copytree(finished, launch.cwd / "run")
+    assert launch.train(2, "--run-dir", "run", "--steps", "6", *flags).status == status.USAGE
+
+
+def test_another_number_of_ranks_is_usage(finished, launch):
+    shutil.copytree(finished, launch.cwd / "run")
+    assert launch.train(3, "--run-dir", "run", "--steps", "6").status == status.USAGE
+
+
+@pytest.mark.parametrize("damaged", [["step_00000004"], ["step_00000002", "step_00000004"]])
+def test_damage_has_its_own_status_until_an_older_step_may_be_taken(finished, launch, damaged):
+    shutil.copytree(finished, launch.cwd / "run")
+    for step in damaged:
+        (launch.cwd / "run" / "checkpoints" / step / "rank00001.h5").unlink()
+    flags = "--run-dir", "run", "--steps", "6"
+    assert launch.train(2, *flags).status == status.DAMAGED
+    older = launch.train(2, *flags, "--on-damage", "older").status
+    assert older == (status.FINISHED if len(damaged) == 1 else status.DAMAGED)
