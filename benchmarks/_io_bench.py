@@ -1,4 +1,4 @@
-"""What save.py, stall.py and restore.py share: options, the state, the clock, the order of the rounds, the report.
+"""What save, stall, restore and tiers share: options, the state, the clock, the order of the rounds, the report.
 
 The state is what ZeRO-1 leaves on a rank: a flat shard of fp16 parameters and of fp32 master, m and v, 14 bytes a
 parameter. A duration is that of the slowest rank; ranks that are done sleep, instead of spinning on a core that another
@@ -31,8 +31,10 @@ BYTES_A_PARAMETER = 14
 Seconds = dict[str, list[float]]  # of each contender, by rounds
 
 
-def parse_arguments(description: str | None, mib: int) -> argparse.Namespace:
-    """The options that the three benchmarks have in common, `mib` by default. Ends the program for a wrong one."""
+def parse_arguments(
+    description: str | None, mib: int, more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
+) -> argparse.Namespace:
+    """The options that the benchmarks have in common, and those that `more` adds. Ends the program for a wrong one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="MPI ranks (default 4)")
     parser.add_argument("--mib", type=int, default=mib, help=f"state of all ranks together, in MiB (default {mib})")
@@ -43,6 +45,7 @@ def parse_arguments(description: str | None, mib: int) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the figures, every measurement and the machine to FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
+    more(parser)
     args = parser.parse_args()
     for name in ("ranks", "mib", "rounds"):
         if getattr(args, name) < 1:
@@ -50,12 +53,12 @@ def parse_arguments(description: str | None, mib: int) -> argparse.Namespace:
     return args
 
 
-def launch(script: str, args: argparse.Namespace, *modules: str) -> dict[str, Any]:
+def launch(script: str, args: argparse.Namespace, *modules: str, options: Sequence[str] = ()) -> dict[str, Any]:
     """Run the ranks of `script` in a temporary directory below --dir; what rank 0 reports, and the machine."""
     require(*modules)
     load = f"{os.getloadavg()[0]:.2f}"
     with tempfile.TemporaryDirectory(prefix="mpi_ckpt_benchmark_", dir=args.dir) as directory:
-        options = ["--mib", str(args.mib), "--rounds", str(args.rounds), "--dir", directory]
+        options = ["--mib", str(args.mib), "--rounds", str(args.rounds), "--dir", directory, *options]
         timeout = 120 + args.rounds * (30 + args.mib / 5)
         result = run_ranks(args.ranks, script, "--ranks", str(args.ranks), *options, timeout=timeout)
     return {**result, "machine": machine(**result.pop("versions"), load_before=load)}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mpi_ckpt.errors import NoCheckpoint as NoCheckpoint
     from mpi_ckpt.errors import OutcomeUnknown as OutcomeUnknown
     from mpi_ckpt.errors import RankSilent as RankSilent
+    from mpi_ckpt.errors import RemoteFailed as RemoteFailed
+    from mpi_ckpt.errors import RemoteRefused as RemoteRefused
     from mpi_ckpt.errors import SaveFailed as SaveFailed
     from mpi_ckpt.errors import StepExists as StepExists
     from mpi_ckpt.errors import UnknownSchema as UnknownSchema
@@ -54,6 +56,8 @@ _HOMES = {
         "NoCheckpoint",
         "OutcomeUnknown",
         "RankSilent",
+        "RemoteFailed",
+        "RemoteRefused",
         "SaveFailed",
         "StepExists",
         "UnknownSchema",

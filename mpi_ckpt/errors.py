@@ -27,8 +27,11 @@ class ExplainedError(Exception):
     """An error that says all a user needs; the base of the engine's errors and of the programs' that are built on it.
 
     `what` is one sentence; `path` and `rank` say where, `found` and `expected` what differs, `action` what to do next.
-    `rank` is a rank of the communicator that was passed in.
+    `rank` is a rank of the communicator that was passed in. `silent` are the ranks that did not answer, if that is what
+    went wrong.
     """
+
+    silent: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -122,6 +125,14 @@ class StepExists(CheckpointError):
 
 class DirectoryInUse(CheckpointError):
     """Another launch writes to this checkpoint directory."""
+
+
+class RemoteFailed(CheckpointError):
+    """The remote tier did not do what was asked: out of reach, out of order, or in another's hands."""
+
+
+class RemoteRefused(RemoteFailed):
+    """The remote tier refuses for a reason that only the user can change: credentials, bucket, address, package."""
 
 
 E = TypeVar("E", bound=ExplainedError)

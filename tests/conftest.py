@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import Launcher
+from tests.s3 import remote, s3, s3_server  # noqa: F401 - fixtures
 
 # Root in a container and more ranks than cores are ordinary here; the launchers inherit this.
 os.environ.update(

@@ -76,7 +76,7 @@ def eventful(run_dir: Path) -> Log:
     log.event("damage", 40, after=60, error="a shard's digest <b id=evil>differs</b> </script>")
     log.event("restore", 20, restore_seconds=0.5)
     log.event("launch", 20, ranks=2, settings=SETTINGS)
-    log.event("hang", 21, rank=1, seconds=600.0)
+    log.event("hang", 21, seconds=600.0)
     log.event("launch", 20, ranks=2, settings=SETTINGS)
     log.steps(21, 60, loss=3.8)
     log.event("something new", 60, value=[1, 2])

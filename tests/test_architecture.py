@@ -23,6 +23,7 @@ LAYER = {
     "model": 4,
     "parallel": 4,
     "checkpoint": 4,
+    "redundancy": 3,
     "storage": 2,
     "comm": 2,
     "layout": 1,

@@ -44,7 +44,7 @@ def test_they_survive_a_launcher_that_combines_them_bit_by_bit():
         (errors.MissingShard("x"), status.DAMAGED),
         (errors.InvalidManifest("x"), status.DAMAGED),
         (errors.NoCheckpoint("x"), status.DAMAGED),
-        (errors.LayoutMismatch("x"), status.DAMAGED),
+        (errors.LayoutMismatch("x"), status.USAGE),
         (errors.SaveFailed("x"), status.FAILED),
         (errors.DirectoryInUse("x"), status.FAILED),
     ],

@@ -52,6 +52,11 @@ def test_no_verb_ever_starts_mpi(run, tmp_path):
         *(["view", run], ["export", run, "--out", tmp_path / "model"]),
         ["import", tmp_path / "model", "--out", tmp_path / "imported"],
         *(["report", run], ["watch", run, "--once"]),
+        ["push", run, "--remote", f"file://{tmp_path}/remote"],
+        ["pull", tmp_path / "pulled", "--remote", f"file://{tmp_path}/remote"],
+        ["plan", "--ranks", 64, "--nodes", 16, "--bytes", "40GiB"],
+        ["scavenge", "--local", run / "checkpoints", "--out", tmp_path / "scavenged"],
+        ["repair", run / "checkpoints"],
     ]
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert {call[0] for call in calls} == set(cli.VERBS)

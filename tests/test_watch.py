@@ -159,7 +159,7 @@ def test_the_time_to_go_is_that_of_the_last_steps_stalls_included(tmp_path):
         ("finish", {"reason": "finished"}, "finished"),
         ("finish", {"reason": "stop-at"}, "stopped at a step, as asked"),
         ("preemption", {"reason": "SIGTERM"}, "preempted"),
-        ("hang", {"rank": 2}, "hung"),
+        ("hang", {"seconds": 600.0}, "hung"),
         ("launch", {"ranks": 2}, "no line for 10 min 0 s: killed, or in a long step"),
     ],
 )

@@ -31,7 +31,7 @@ def test_a_rank_that_stops_ends_the_job_and_the_next_launch_goes_on(launch):
     assert "in strike" in outcome.stderr, "where the rank hangs"
     assert "in reduce_scatter_sum" in outcome.stderr, "where the others wait for it"
     hang = events(launch.cwd / "run", "hang")
-    assert hang == [{"step": 7, "rank": 0, "seconds": TIMEOUT}]
+    assert hang == [{"step": 7, "seconds": TIMEOUT}]
     launch.train(3, *flags).check()
     launch.train(3, "--run-dir", "whole", *FLAGS[2:], "0").check()
     same_end(launch.cwd / "run", launch.cwd / "whole", 12)
@@ -45,13 +45,21 @@ def test_a_rank_that_holds_the_interpreter_lock_ends_the_job(launch, rank):
     assert max(rows(launch.cwd / "run")) == 7
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_frozen_at_the_decision_to_save_ends_the_job(launch, rank):
+    """The others wait for it in a collective, which is no save."""
+    flags = "--run-dir", "run", "--steps", "12", "--ckpt-every", "1000s", "--hang-timeout", str(TIMEOUT)
+    check_hang(launch(3, "-m", "tests.programs.training", "freeze", "5", str(rank), "--", *flags))
+
+
 def test_the_only_rank_watches_itself_too(launch):
     check_hang(launch(1, "-m", "tests.programs.training", "spin", "8", "0", "--", *FLAGS, str(TIMEOUT)))
 
 
 def watched(*lines: str) -> subprocess.CompletedProcess[str]:
     """A process with a watchdog of 1 s that does these lines."""
-    program = "import time", "from mpi_ckpt.train.watchdog import Watchdog", "dog = Watchdog(1.0, 3)", *lines
+    imports = "import time", "from mpi4py import MPI", "from mpi_ckpt.train.watchdog import Watchdog"
+    program = *imports, "dog = Watchdog(1.0, MPI.COMM_WORLD)", *lines
     command = [sys.executable, "-c", "\n".join(program)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
@@ -69,7 +77,7 @@ def test_slow_is_not_hung():
 def test_what_is_stuck_in_a_save_or_after_it_is_hung(lines):
     hung = watched(*lines)
     assert hung.returncode == HUNG
-    assert "[rank 3] hang: no progress for 1 s" in hung.stderr
+    assert "[rank 0] hang: no progress for 1 s" in hung.stderr
 
 
 def test_the_time_out_is_a_duration_or_a_number_of_seconds():

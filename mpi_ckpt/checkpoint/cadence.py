@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_FORM = "'500steps', '30s', '10min', '2h', '1d' or 'auto'"
+_DURATION = "'30s', '10min', '2h' or '1d'"
 _FIRST_AUTO = 60.0  # seconds until the first save of "auto", which measures what a save costs
 
 
@@ -20,8 +20,8 @@ class Cadence:
     mean_time_between_failures: float | None = None  # seconds; set for "auto"
 
     @classmethod
-    def parse(cls, every: str | None, mean_time_between_failures: str = "1d") -> Cadence:
-        """The cadence that `every` names. Raises ValueError saying what was found and what is expected."""
+    def parse(cls, every: str | None, mean_time_between_failures: str = "1d", *, name: str = "every") -> Cadence:
+        """The cadence that `every`, the option `name`, says. Raises ValueError saying what was found and expected."""
         if every is None:
             return cls()
         if every == "auto":
@@ -31,7 +31,7 @@ class Cadence:
         match = re.fullmatch(r"([1-9]\d*)\s*steps?", str(every).strip())
         if match:
             return cls(steps=int(match[1]))
-        return cls(seconds=parse_duration("every", every))
+        return cls(seconds=parse_duration(name, every, f"'500steps', {_DURATION}, or 'auto'"))
 
     @property
     def needs_clock(self) -> bool:
@@ -63,9 +63,9 @@ def optimal_interval(cost: float, mean_time_between_failures: float) -> float:
     return math.sqrt(2 * c * m) * (1 + math.sqrt(c / (2 * m)) / 3 + c / (18 * m)) - c
 
 
-def parse_duration(name: str, text: str) -> float:
+def parse_duration(name: str, text: str, form: str = _DURATION) -> float:
     """Seconds in '90s', '10min', '2h', '1d'. Raises ValueError naming the option, found and expected."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", str(text).strip())
     if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"{name}: found {text!r}, expected {_FORM}")
+        raise ValueError(f"{name}: found {text!r}, expected {form}")
     return float(match[1]) * _UNITS[match[2]]

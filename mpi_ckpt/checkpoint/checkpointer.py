@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -16,9 +17,17 @@ from mpi_ckpt.checkpoint.arguments import Index, check_json, check_step, plain_i
 from mpi_ckpt.checkpoint.background import Background
 from mpi_ckpt.checkpoint.cadence import Cadence
 from mpi_ckpt.checkpoint.events import Event, forgiving
+from mpi_ckpt.checkpoint.local import Local
+from mpi_ckpt.checkpoint.local_tier import Options as LocalOptions
 from mpi_ckpt.checkpoint.ownership import Ownership
+from mpi_ckpt.checkpoint.remote import Options as RemoteOptions
+from mpi_ckpt.checkpoint.restore import Opened, Template
+from mpi_ckpt.checkpoint.restore import Options as RestoreOptions
 from mpi_ckpt.checkpoint.rotation import Rotation
+from mpi_ckpt.checkpoint.saving import Saving
 from mpi_ckpt.checkpoint.state import State, walk
+from mpi_ckpt.checkpoint.tiers import Tiers
+from mpi_ckpt.checkpoint.upload import Upload
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.comm.threads import threads_may_communicate
 from mpi_ckpt.errors import CheckpointError
@@ -55,6 +64,20 @@ class Checkpointer:
     first. `timeout` is the number of seconds after which a silent rank fails a save. `on_event` is called on every rank
     with a dict, at times from another thread; what it raises is logged. A `read_only` checkpointer takes no lock and
     changes nothing.
+
+    `remote`, 's3://bucket/prefix' or 'file:///directory', is a second tier for what the first does not survive: every
+    committed step is uploaded to it in the background, at `remote_bandwidth` bytes a second and rank at most (None: as
+    fast as it goes), and the newest `remote_keep` stay there (None: all; those pinned or divided by `keep_every` in any
+    case). A step that waits for its upload is not deleted here; at most `keep` wait beside the one on its way, then the
+    oldest is given up. A failed upload fails nothing else: it is an event and a warning, and goes on after the next
+    save or in the next launch. `close` waits `upload_timeout` seconds for what is left.
+
+    `local`, a directory on every node's own disk, is a tier before `root`: every save goes there, protected by
+    `redundancy` ('single', 'partner', 'xor', 'rs:k+m') from the loss of nodes, and each `shared_every`-th save of the
+    run goes to `root` as well; the newest `local_keep` steps stay on the nodes. What fails together, a failure domain,
+    is the node, unless `domain` (a name, another one on each rank perhaps) or $MPI_CKPT_DOMAIN says otherwise; in
+    `local`, "{domain}" stands for it. A restore makes again what lost nodes held, or says why it cannot, and takes the
+    newest step of any tier that it can.
     """
 
     def __init__(
@@ -74,14 +97,39 @@ class Checkpointer:
         timeout: float = DEFAULT_TIMEOUT,
         on_event: Callable[[Event], None] | None = None,
         read_only: bool = False,
+        remote: str | None = None,
+        remote_keep: int | None = None,
+        remote_bandwidth: float | None = None,
+        upload_timeout: float = 600.0,
+        local: str | Path | None = None,
+        redundancy: str = "xor",
+        local_keep: int = 2,
+        shared_every: int = 10,
+        domain: str | None = None,
     ) -> None:
-        """**Collective.** Make `root` and take its writer's lock. Raises DirectoryInUse; ValueError for an option."""
+        """**Collective.** Make `root` and take its writer's lock.
+
+        Raises DirectoryInUse; RemoteRefused for a remote tier that cannot be used; CheckpointError for nodes that
+        cannot protect each other; ValueError for an option.
+        """
         self.root = Path(root)
+        nodes = None if local is None else LocalOptions(str(local), redundancy, local_keep, shared_every, domain)
+        if nodes is not None and read_only:
+            raise ValueError("local: a read_only checkpointer sees the shared and the remote tier only")
         self._cadence = Cadence.parse(every, mean_time_between_failures)
         policy = retention.Policy(keep, keep_every, best_metric, best_mode, keep_best)
         self._on_event = forgiving(on_event)
-        self._rotation = Rotation(self.root, policy, self._on_event)
         self._read_only = read_only
+        self.upload_timeout = upload_timeout  # may be changed, by all ranks, up to `close`
+        self._tiers = Tiers(self.root, remote)
+        self._upload: Upload | None = None
+        if not upload_timeout >= 0:
+            raise ValueError(f"upload_timeout: found {upload_timeout!r}, expected seconds")
+        if remote is not None:
+            options = RemoteOptions(remote, policy, remote_keep, remote_bandwidth, background_nice)
+            self._upload = Upload(self.root, comm, options, timeout) if not read_only else None
+        waiting = self._upload.waiting if self._upload else frozenset
+        self._rotation = Rotation(self.root, policy, self._on_event, waiting)
         # Two activities on one communicator would meet each other's messages: each has its own.
         self._decisions = Council(comm, timeout)
         self._commits = Council(comm, timeout)
@@ -90,6 +138,16 @@ class Checkpointer:
         self._threads_may_communicate = threads_may_communicate()
         self._buffers = snapshot.Buffers() if async_io else None
         self._ownership = Ownership(self.root, self._decisions, read_only=read_only)
+        self._local: Local | None = None
+        if nodes is not None:
+            try:
+                self._local = Local(self._decisions, nodes, self._ownership.launch_id, self._on_event)
+            except BaseException:
+                self._ownership.release()
+                raise
+        self._saving = Saving(self._commits, self._rotation, self._local, self._upload, self._on_event)
+        if self._upload is not None:
+            self._upload.start(self._ownership.launch_id, self._on_event)
         self._began = self._last_save = time.monotonic()
         self._seconds_before = 0.0  # of the launches that this one continues
         self._cost: float | None = None  # seconds that the last save kept the application waiting
@@ -99,22 +157,25 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save_if_due(self, step: int, state: State, **options: Any) -> bool:
-        """**Collective.** `save(step, state, **options)` if `every` says so; whether it did.
-
-        Rank 0's clock decides for all. An error of the save in flight is raised here as soon as rank 0 knows of it.
-        """
-        self._check_open()
-        due, finished = False, False
-        if self._cadence.needs_clock or self._in_flight:
-            elapsed = time.monotonic() - self._last_save
-            mine = self._cadence.due(step, elapsed, self._cost), self._in_flight and self._background.finished()
-            due, finished = self._decisions.broadcast(mine)
-        else:
-            due = self._cadence.due(step, 0.0, None)
-        if finished:
-            self.wait_until_finished()
+        """**Collective.** `save(step, state, **options)` if it is `due`; whether it was."""
+        due = self.due(step)
         if due:
             self.save(step, state, **options)
+        return due
+
+    def due(self, step: int) -> bool:
+        """**Collective.** Whether `every` says that `step` is to be saved. Rank 0's clock decides for all.
+
+        An error of the save in flight is raised here as soon as rank 0 knows of it.
+        """
+        self._check_open()
+        if not (self._cadence.needs_clock or self._in_flight):
+            return self._cadence.due(step, 0.0, None)
+        elapsed = time.monotonic() - self._last_save
+        mine = self._cadence.due(step, elapsed, self._cost), self._in_flight and self._background.finished()
+        due, finished = self._decisions.broadcast(mine)
+        if finished:
+            self.wait_until_finished()
         return due
 
     def save(
@@ -126,11 +187,13 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
         index: Index | None = None,
         overwrite: bool = False,
+        shared: bool = False,
     ) -> None:
         """**Collective.** Save `state` as `step`; with `async_io` return once it is copied.
 
         `meta` is small JSON of the application's own; `metrics` are numbers that retention may choose by; `index` maps
-        names to `(start, shape)` intervals of the flat space that the state's 1-d arrays share. Raises StepExists
+        names to `(start, shape)` intervals of the flat space that the state's 1-d arrays share. `shared` saves to the
+        shared tier too, whatever `shared_every` says: for the last step before nodes are given back. Raises StepExists
         unless `overwrite`; UnsupportedState or LayoutMismatch for a state that cannot be saved; SaveFailed when nothing
         was committed, here or by the save before this one.
         """
@@ -150,14 +213,16 @@ class Checkpointer:
             metrics=dict(metrics or {}),
             index=plain_index(index or {}, taken.description.arrays),
             wall_clock_seconds=self.wall_clock_seconds,
+            shared=shared,
+            save_count=self._local.saves + 1 if self._local else 0,
         )
         self._last_save = time.monotonic()
         if not self._async_io:
-            self._commit(request, taken, began)
+            self._saving.commit(request, taken, began)
         elif self._threads_may_communicate:
-            self._background.start(lambda: self._commit(request, taken, began))
+            self._background.start(lambda: self._saving.commit(request, taken, began))
         else:
-            self._commit_later(request, taken, began)
+            self._saving.commit_later(request, taken, began, self._background)
         self._cost = time.monotonic() - began
         self._on_event({"event": "checkpoint", "step": step, "nbytes": nbytes, "stall_seconds": self._cost})
 
@@ -169,6 +234,8 @@ class Checkpointer:
 
         def stage() -> snapshot.Description:
             self._ownership.check_writable()
+            if self._local is not None:
+                self._local.check_new(step, overwrite)
             check_json(about)
             taken.append(snapshot.take(walk(state), self._decisions.rank, self._buffers))
             return taken[0].description
@@ -181,28 +248,6 @@ class Checkpointer:
 
         nbytes = self._decisions.agree(stage, check)
         return taken[0], nbytes
-
-    def _commit(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
-        """**Collective.** The protocol, with room made before it, and what may follow only after it."""
-        self._rotation.make_room(self._commits, request.launch_id, request.step)
-        self._committed(request, began, commit.commit(self._commits, request, taken))
-
-    def _commit_later(self, request: commit.Request, taken: snapshot.Snapshot, began: float) -> None:
-        """**Collective.** The same where MPI allows one thread only: this rank's file is written in the background,
-        all that needs messages waits for the next call of the application."""
-        self._rotation.make_room(self._commits, request.launch_id, request.step)
-        place = commit.prepare(self._commits, request)
-
-        def conclude(written: Callable[[], commit.Written]) -> None:
-            self._committed(request, began, commit.finish(self._commits, request, taken, place, written))
-
-        self._background.start(lambda: commit.write(request, taken, place), then=conclude)
-
-    def _committed(self, request: commit.Request, began: float, write_seconds: float) -> None:
-        """**Collective.** The step is durable: say so, and let go of what it replaces."""
-        times = {"commit_seconds": time.monotonic() - began, "write_seconds": write_seconds}
-        self._on_event({"event": "commit", "step": request.step, "nbytes": request.nbytes, **times})
-        self._rotation.after_commit(self._commits, request.launch_id, request.step)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -223,16 +268,17 @@ class Checkpointer:
         (sha256 of this rank's file, and crc32c of every piece read from others), 'quick' (crc32c) or 'none' (sizes and
         structure only). `on_damage="older"` sets a damaged newest step aside, says so, and takes the one before.
 
+        With a remote tier the newest step of both counts, and each shard is read where it is nearest and intact.
+
         Structure is checked before any array is touched; after CorruptShard from a digest the arrays are undefined.
-        Raises NoCheckpoint, WorldSizeMismatch, LayoutMismatch, MissingShard, CorruptShard, InvalidManifest.
+        Raises NoCheckpoint, WorldSizeMismatch, LayoutMismatch, MissingShard, CorruptShard, InvalidManifest,
+        RemoteFailed.
         """
         self._begin_call()
         self.wait_until_finished()
-        options = restore.Options(step, None if keys is None else tuple(keys), world_size, verify, on_damage)
+        options = RestoreOptions(step, None if keys is None else tuple(keys), world_size, verify, on_damage)
         began = time.monotonic()
-        opened = restore.restore(
-            self._decisions, self.root, lambda _: walk(state), options, set_aside=not self._read_only
-        )
+        opened = self._opened(lambda _: walk(state), options)
         if opened is None:
             return None
         manifest = opened.manifest
@@ -243,10 +289,24 @@ class Checkpointer:
         self._on_event({"event": "restore", "step": manifest.step, "restore_seconds": time.monotonic() - began})
         return Found(manifest.step, manifest.meta, manifest)
 
+    def _opened(self, template: Template, options: RestoreOptions) -> Opened | None:
+        """**Collective.** The step that was found and put into the leaves, from whichever tier."""
+        if self._local is not None:
+            return self._local.restore(self._decisions, self._tiers, template, options)
+        return restore.restore(
+            self._decisions,
+            self._tiers,
+            template,
+            options,
+            set_aside=not self._read_only,
+            on_event=self._on_event,
+        )
+
     def all_steps(self) -> list[int]:
-        """**Collective.** The committed steps in ascending order, as rank 0 sees them."""
+        """**Collective.** The committed steps of all tiers, ascending; beyond the nodes, as rank 0 sees them."""
         self._begin_call()
-        return self._decisions.share(lambda: names.list_steps(self.root))
+        near = self._local.steps(self._decisions) if self._local else []
+        return sorted({*near, *self._decisions.share(self._tiers.list_steps)})
 
     def latest_step(self) -> int | None:
         """**Collective.** The newest committed step, or None."""
@@ -254,19 +314,32 @@ class Checkpointer:
         return committed[-1] if committed else None
 
     def discard_after(self, step: int) -> list[int]:
-        """**Collective.** Delete every committed step after `step`, the highest first; returns what is gone.
+        """**Collective.** Delete every committed step after `step`, the highest first; returns what is gone here.
 
-        For going back on purpose: whatever interrupts it, what is left is a beginning of the run.
+        For going back on purpose, so pinned steps go too: whatever interrupts it, what is left is a beginning of the
+        run. Raises CheckpointError for a step that cannot be deleted. They go from the remote tier first; raises
+        RemoteFailed, with nothing changed here, where that cannot be.
         """
         self._begin_call()
         self.wait_until_finished()
 
         def discard() -> list[int]:
             self._ownership.check_still()
-            later = [s for s in reversed(names.list_steps(self.root)) if s > step]
-            return retention.prune(self.root, later)
+            with self._upload.discarding_after(step) if self._upload else contextlib.nullcontext():
+                later = [s for s in reversed(names.list_steps(self.root)) if s > step]
+                for found in later:
+                    if not retention.prune(self.root, [found]):
+                        raise CheckpointError(
+                            f"step {found} cannot be deleted, and a restart would take it",
+                            path=names.step_dir(self.root, found),
+                            action="See why (the log says), delete it, and go back again.",
+                        )
+            return later
 
-        return self._decisions.share(discard)
+        gone = self._decisions.share(discard)
+        if self._local is not None:
+            gone = sorted({*gone, *self._local.discard_after(self._decisions, step)}, reverse=True)
+        return gone
 
     @property
     def wall_clock_seconds(self) -> float:
@@ -295,7 +368,7 @@ class Checkpointer:
     def close(self) -> None:
         """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error.
 
-        Closing again does nothing.
+        Uploads have `upload_timeout` seconds to end, and raise nothing. Closing again does nothing.
         """
         if self._closed:
             return
@@ -303,9 +376,16 @@ class Checkpointer:
         try:
             self.wait_until_finished()
         finally:
-            self._ownership.release()
+            if self._upload is not None:
+                self._upload.close(self.upload_timeout)
+            self._release()
             self._commits.close()
             self._decisions.close()
+
+    def _release(self) -> None:
+        self._ownership.release()
+        if self._local is not None:
+            self._local.release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -319,7 +399,9 @@ class Checkpointer:
         # The other ranks may be anywhere, so nothing collective may start: give the writer a moment, and go.
         if not self._background.wait(_EXIT_PATIENCE):
             logger.warning("leaving with a save in flight; it may not commit")
-        self._ownership.release()
+        if self._upload is not None:
+            self._upload.abandon()
+        self._release()
         if (failure := self._background.error) is not None:
             if isinstance(error, SystemExit) and not error.code:  # an exit as if all were well must not hide it
                 raise failure

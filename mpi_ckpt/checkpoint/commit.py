@@ -29,7 +29,7 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
-from mpi_ckpt.storage.shard_file import ShardAttributes, ShardRecord, write_shard
+from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage, ShardRecord
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class Request:
     index: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     wall_clock_seconds: float = 0.0
+    save_count: int = 0  # see ShardManifest
+    shared: bool = False  # to the shared tier in any case, whatever the interval of the node-local one
+    save_id: str | None = None  # that of the same save in another tier; a new one is drawn for None
 
     @property
     def directory(self) -> Path:
@@ -77,7 +80,7 @@ def commit(council: Council, request: Request, snapshot: Snapshot) -> float:
     """**Collective.** Save every rank's snapshot as one step: the whole protocol.
 
     Returns the seconds that the slowest rank took to write its file. Raises SaveFailed on every rank when any rank
-    failed; no step is visible then, and no file of this save is left.
+    failed: what was visible before is visible then, and this save's files go, at the latest with the next save.
     """
     place = prepare(council, request)
     return finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
@@ -94,8 +97,13 @@ def prepare(council: Council, request: Request) -> Place:
 
 def write(request: Request, snapshot: Snapshot, place: Place) -> Written:
     """**Local.** This rank's own file, complete and durable under its final name."""
+    return write_image(request, ShardImage(snapshot.blocks, snapshot.values, place.attributes), place)
+
+
+def write_image(request: Request, image: ShardImage, place: Place) -> Written:
+    """**Local.** The same of a file that is laid out already."""
     began = time.monotonic()
-    record = write_shard(place.temporary, snapshot.blocks, snapshot.values, place.attributes)
+    record = image.write(place.temporary)
     lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
     atomic.publish(place.temporary, place.path)
     return Written(record._replace(path=place.path.name), time.monotonic() - began)
@@ -118,8 +126,9 @@ def finish(
     except OutcomeUnknown:
         raise
     except RankSilent as error:
-        message = f"outcome unknown: {error.what}"
-        raise OutcomeUnknown(message, path=place.path, rank=error.rank, action=_LOOK) from error
+        unknown = OutcomeUnknown(f"outcome unknown: {error.what}", path=place.path, rank=error.rank, action=_LOOK)
+        unknown.silent = error.silent
+        raise unknown from error
     except CheckpointError:
         _withdraw(request, place)
         raise
@@ -130,14 +139,7 @@ def finish(
 
 def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
     """Rank 0: a directory to write into, the save id, and the id again if file names have to carry it."""
-    if set(found) != {request.step}:  # a rank that is elsewhere would write into another step's directory
-        raise SaveFailed(
-            "the ranks save different steps",
-            path=request.root,
-            found=f"steps {', '.join(map(str, sorted(set(found))))}",
-            expected="the same step on every rank",
-            action="See why the ranks' loops have come apart.",
-        )
+    check_same_step(request, found)
     lock.check_owner(request.root, request.launch_id)
     if steps.is_committed(request.directory) and not request.overwrite:
         raise step_exists(request.root, request.step)
@@ -145,9 +147,21 @@ def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
     _warn_of_later_steps(request)
     _check_room(request)
     atomic.make_dir(request.directory)
-    save_id = names.new_save_id()
+    save_id = request.save_id or names.new_save_id()
     # Files are written once and never changed: beside an older set of shards the new ones take names of their own.
     return save_id, save_id if names.own_files(request.directory) else None
+
+
+def check_same_step(request: Request, found: list[int]) -> None:
+    """**Local.** Raise SaveFailed unless all ranks save this step: one that is elsewhere would write into another's."""
+    if set(found) != {request.step}:
+        raise SaveFailed(
+            "the ranks save different steps",
+            path=request.root,
+            found=f"steps {', '.join(map(str, sorted(set(found))))}",
+            expected="the same step on every rank",
+            action="See why the ranks' loops have come apart.",
+        )
 
 
 def _warn_of_later_steps(request: Request) -> None:
@@ -172,7 +186,7 @@ def _check_room(request: Request) -> None:
 def _publish(request: Request, save_id: str, snapshot: Snapshot, votes: list[Written]) -> float:
     """Rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
     lock.check_owner(request.root, request.launch_id)
-    manifest = _manifest(request, save_id, snapshot.description.arrays, [vote.record for vote in votes])
+    manifest = manifest_of(request, save_id, snapshot.description.arrays, [vote.record for vote in votes])
     path = names.manifest_path(request.directory)
     before = path.read_bytes() if path.exists() else None  # the manifest that an overwrite replaces
     try:
@@ -210,9 +224,10 @@ def _withdraw(request: Request, place: Place) -> None:
         logger.warning("cannot remove a file of a failed save, going on: %s", error)
 
 
-def _manifest(
+def manifest_of(
     request: Request, save_id: str, arrays: dict[str, ArrayRecord], records: list[ShardRecord]
 ) -> ShardManifest:
+    """**Local.** The manifest of what the ranks have written. Raises LayoutMismatch."""
     return build_manifest(
         records,
         step=request.step,
@@ -224,6 +239,7 @@ def _manifest(
         environment=environment(),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         wall_clock_seconds=request.wall_clock_seconds,
+        save_count=request.save_count,
     )
 
 

@@ -10,18 +10,18 @@ carries, as `old_per_rank`, those of the ranks that saved them, in their order, 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.checkpoint import values
 from mpi_ckpt.errors import CorruptShard
 from mpi_ckpt.storage.manifest import ShardManifest
+from mpi_ckpt.storage.places import Directory
 from mpi_ckpt.storage.shard_file import check_structure, read_values
 
 Document = dict[str, Any]
 
 
-def read_document(directory: Path, manifest: ShardManifest, rank: int) -> Document:
+def read_document(directory: Directory, manifest: ShardManifest, rank: int) -> Document:
     """**Local.** The values in one rank's shard. Raises MissingShard, CorruptShard."""
     record = manifest.shards[rank]
     path = directory / record.path
@@ -45,7 +45,7 @@ def read_document(directory: Path, manifest: ShardManifest, rank: int) -> Docume
         ) from error
 
 
-def read_per_rank(directory: Path, manifest: ShardManifest, first: Document) -> list[dict[str, Any]]:
+def read_per_rank(directory: Directory, manifest: ShardManifest, first: Document) -> list[dict[str, Any]]:
     """**Local.** The values per rank, by the rank that saved them; `first` is rank 0's document, read already.
 
     Raises MissingShard, CorruptShard.

@@ -11,7 +11,7 @@ No array is touched before every rank has agreed that the structure fits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 
 from mpi_ckpt.checkpoint import environment, reshard, steps, values
 from mpi_ckpt.checkpoint.documents import Document, read_document, read_per_rank
+from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.state import Leaves, PerRank
+from mpi_ckpt.checkpoint.tiers import Copies, Tiers
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import (
     CheckpointError,
@@ -32,7 +34,8 @@ from mpi_ckpt.errors import (
     WorldSizeMismatch,
 )
 from mpi_ckpt.storage import names
-from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
+from mpi_ckpt.storage.manifest import ShardManifest, ShardRecord
+from mpi_ckpt.storage.places import Directory
 from mpi_ckpt.storage.shard_file import check_structure, read_blocks, read_shard
 
 logger = logging.getLogger(__name__)
@@ -63,41 +66,52 @@ class Options:
 
 @dataclass(frozen=True)
 class Opened:
-    """A step that rank 0 has opened: its manifest, and the values that every rank needs."""
+    """A step that rank 0 has opened: where its shards lie, its manifest, and the values that every rank needs."""
 
-    directory: Path
-    manifest: ShardManifest
+    copies: Copies
     replicated: Document
     per_rank_keys: tuple[str, ...]
     old_per_rank: list[Document] | None  # of the ranks that saved them, unless each rank's own lie in its shard
+
+    @property
+    def manifest(self) -> ShardManifest:
+        return self.copies.manifest
 
 
 Template = Callable[[Opened], Leaves]
 
 
-def restore(council: Council, root: Path, template: Template, options: Options, *, set_aside: bool) -> Opened | None:
+def restore(
+    council: Council,
+    tiers: Tiers,
+    template: Template,
+    options: Options,
+    *,
+    set_aside: bool,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> Opened | None:
     """**Collective.** Fill the leaves that `template` gives for the opened step; None when there is no step at all.
 
     With `on_damage="older"` and no step named, a damaged step is logged and the next older one taken; with `set_aside`
     its manifest is renamed, so that nothing counts it as a checkpoint again. A step that a writer beside this reader
     prunes or replaces meanwhile is no damage: the newest is chosen again. Raises NoCheckpoint, WorldSizeMismatch,
-    LayoutMismatch, MissingShard, CorruptShard or InvalidManifest, the same on every rank.
+    LayoutMismatch, MissingShard, CorruptShard, InvalidManifest or RemoteFailed, the same on every rank.
     """
     below: int | None = None
     for _ in range(_ATTEMPTS):
-        step = council.share(partial(_choose, root, options.step, below))
+        step = council.share(partial(_choose, tiers, options.step, below))
         if step is None:
             return None
-        directory = names.step_dir(root, step)
+        directory = names.step_dir(tiers.root, step)
         opened: Opened | None = None
         try:
-            opened = council.share(partial(_open, directory, council.size, options))
-            _fill(council, opened, template, options)
+            opened = council.share(partial(_open, tiers, step, council.size, options))
+            fill(council, opened, template, options)
             return opened
         except UnknownSchema:
             raise
         except (MissingShard, CorruptShard, InvalidManifest, NoCheckpoint) as error:
-            if council.share(partial(_has_changed, directory, opened)):
+            if council.share(partial(tiers.has_changed, step, opened.manifest if opened else None)):
                 if options.step is not None:
                     raise _pruned(directory) from error
                 continue
@@ -105,17 +119,8 @@ def restore(council: Council, root: Path, template: Template, options: Options, 
                 raise
             below = step
             council.share(partial(_give_up, directory, error, set_aside))
-    raise _pruned(root)
-
-
-def _has_changed(directory: Path, opened: Opened | None) -> bool:
-    """Rank 0: whether a writer has pruned or replaced the step since it was chosen, or opened."""
-    if not steps.is_committed(directory):
-        return True
-    try:
-        return opened is not None and read_manifest(directory).save_id != opened.manifest.save_id
-    except InvalidManifest:
-        return False
+            on_event({"event": "damage", "step": step, "error": str(error)})
+    raise _pruned(tiers.root)
 
 
 def _pruned(path: Path) -> NoCheckpoint:
@@ -128,9 +133,9 @@ def _pruned(path: Path) -> NoCheckpoint:
     )
 
 
-def _choose(root: Path, step: int | None, below: int | None) -> int | None:
+def _choose(tiers: Tiers, step: int | None, below: int | None) -> int | None:
     """Rank 0: the step to open. None if there has never been one; NoCheckpoint if there is none left."""
-    committed = names.list_steps(root)
+    root, committed = tiers.root, tiers.list_steps()
     if step is not None and below is None:
         if step not in committed:
             raise NoCheckpoint(
@@ -159,11 +164,11 @@ def _choose(root: Path, step: int | None, below: int | None) -> int | None:
 
 def _give_up(directory: Path, error: CheckpointError, set_aside: bool) -> None:
     logger.warning("%s is damaged, going on with an older step: %s", directory.name, error)
-    if set_aside:
+    if set_aside and steps.is_committed(directory):
         steps.set_aside(directory)
 
 
-def _fill(council: Council, opened: Opened, template: Template, options: Options) -> None:
+def fill(council: Council, opened: Opened, template: Template, options: Options) -> None:
     """**Collective.** Check, read and set, in this order, each agreed on by all ranks."""
     rank = council.rank
 
@@ -176,40 +181,52 @@ def _fill(council: Council, opened: Opened, template: Template, options: Options
     _set_values(leaves, found)
 
 
-def _open(directory: Path, size: int, options: Options) -> Opened:
-    manifest = read_manifest(directory)
+def _open(tiers: Tiers, step: int, size: int, options: Options) -> Opened:
+    return open_copies(tiers.open(step), size, options)
+
+
+def open_copies(copies: Copies, size: int, options: Options) -> Opened:
+    """**Local.** The values that all of `size` ranks need of a step. Raises WorldSizeMismatch, MissingShard,
+    CorruptShard."""
+    check_world_size(copies, size, options)
+    manifest = copies.manifest
+    document = copies.nearest(lambda directory: read_document(directory, manifest, 0))
+    own_still = manifest.world_size == size and "old_per_rank" not in document
+    old = None if own_still else copies.nearest(lambda directory: read_per_rank(directory, manifest, document))
+    return Opened(copies, document["replicated"], tuple(old[0] if old else document["per_rank"]), old)
+
+
+def check_world_size(copies: Copies, size: int, options: Options) -> None:
+    """**Local.** Raise WorldSizeMismatch where another number of ranks saved the step and that was not asked for."""
+    manifest = copies.manifest
     if manifest.world_size != size and options.world_size == "same":
         raise WorldSizeMismatch(
             f"step {manifest.step} was saved by another number of ranks",
-            path=directory / names.MANIFEST,
+            path=copies.manifest_path,
             found=f"{manifest.world_size} ranks in the checkpoint",
             expected=f"{size} ranks, as many as are running",
             action="Run on as many ranks, or ask for resharding: world_size='any' (--elastic).",
         )
-    document = read_document(directory, manifest, 0)
-    own_still = manifest.world_size == size and "old_per_rank" not in document
-    old = None if own_still else read_per_rank(directory, manifest, document)
-    return Opened(directory, manifest, document["replicated"], tuple(old[0] if old else document["per_rank"]), old)
 
 
 def _check(
     opened: Opened, leaves: Leaves, rank: int, size: int, options: Options
 ) -> tuple[dict[int, list[reshard.Read]], dict[str, Any]]:
     """Everything that can be known without reading an array: the reads of this rank, and its decoded values."""
-    manifest, directory = opened.manifest, opened.directory
+    manifest, copies = opened.manifest, opened.copies
     old = opened.old_per_rank or []
     if opened.old_per_rank is None:
-        own = read_document(directory, manifest, rank)["per_rank"]
+        own = copies.nearest(lambda directory: read_document(directory, manifest, rank)["per_rank"])
     else:
         own = old[rank] if len(old) == size else None  # None: the application has to say what becomes of the old ones
     saved = {key: "replicated array" if a.replicated else "sharded array" for key, a in manifest.arrays.items()}
     saved |= dict.fromkeys(opened.replicated, "plain value")
     saved |= dict.fromkeys(opened.per_rank_keys, "value per rank")
-    reshard.check_keys(saved, leaves.kinds, options.keys is not None, directory)
-    reshard.check_fits(manifest, leaves, directory)
+    reshard.check_keys(saved, leaves.kinds, options.keys is not None, copies.directory)
+    reshard.check_fits(manifest, leaves, copies.directory)
     plan = reshard.plan_reads(manifest, leaves)
     for shard in {*plan, *range(rank, manifest.world_size, size)}:  # between them the ranks look at every file
-        check_structure(directory / manifest.shards[shard].path, manifest.shards[shard])
+        copies.nearest(partial(_look_at, manifest.shards[shard]))
     found = {key: values.decode(opened.replicated[key]) for key in leaves.values}
     for key, (parent, name) in leaves.values.items():
         if isinstance(parent[name], values.Generator):
@@ -247,18 +264,26 @@ def _check_generator(key: str, generator: Any, saved: Any) -> None:
     saved.check_fits(key, generator)
 
 
+def _look_at(record: ShardRecord, directory: Directory) -> None:
+    check_structure(directory / record.path, record)
+
+
 def _read(opened: Opened, plan: dict[int, list[reshard.Read]], rank: int, size: int, options: Options) -> None:
     """Every rank: the planned pieces, and its own file whole where its sha256 can be checked in the same pass."""
-    manifest = opened.manifest
+    manifest, copies = opened.manifest, opened.copies
     if manifest.world_size == size and options.keys is None:
         own = manifest.shards[rank]
-        whole = [read for read in plan.get(rank, []) if read.whole]
-        read_shard(opened.directory / own.path, own, [(read.source, read.out) for read in whole], options.verify)
+        whole = [(read.source, read.out) for read in plan.get(rank, []) if read.whole]
+        copies.nearest(lambda directory: read_shard(directory / own.path, own, whole, options.verify))
         plan = plan | {rank: [read for read in plan.get(rank, []) if not read.whole]}
     level = "none" if options.verify == "none" else "crc32c"
     for shard, reads in plan.items():
-        path = opened.directory / manifest.shards[shard].path
-        read_blocks(path, [(read.source, read.region, read.out) for read in reads], level)
+        wanted = [(read.source, read.region, read.out) for read in reads]
+        copies.nearest(partial(_read_pieces, manifest.shards[shard], wanted, level))
+
+
+def _read_pieces(record: ShardRecord, wanted: Sequence[Any], level: str, directory: Directory) -> None:
+    read_blocks(directory / record.path, wanted, level)
 
 
 def _set_values(leaves: Leaves, found: dict[str, Any]) -> None:

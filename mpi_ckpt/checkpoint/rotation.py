@@ -21,14 +21,22 @@ logger = logging.getLogger(__name__)
 class Rotation:
     """The steps below `root` under a retention policy; `held`, set by its user, stays until a newer step is committed.
 
-    Its two methods run in the thread that commits, so deleting delays nobody.
+    `waiting` gives, on rank 0, steps that have to stay for now although they count as any other. The two methods run in
+    the thread that commits, so deleting delays nobody.
     """
 
-    def __init__(self, root: Path, policy: Policy, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: Policy,
+        on_event: Callable[[dict[str, Any]], None],
+        waiting: Callable[[], frozenset[int]] = frozenset,
+    ) -> None:
         self.held: int | None = None
         self._root = root
         self._policy = policy
         self._on_event = on_event
+        self._waiting = waiting
         self._metrics: dict[int, dict[str, float]] = {}  # rank 0: read once a step
         self._verified: set[int] = set()
 
@@ -40,14 +48,13 @@ class Rotation:
         DirectoryInUse where `launch_id` is not the one that holds the writer's lock any more: these steps are another's
         to delete.
         """
-        if self._policy.keeps_all:
-            return None
-        doomed, survivors = council.share(lambda: self._plan(launch_id, saving=step))
-        for survivor in survivors if doomed else ():
-            if survivor not in self._verified and not self._verify(council, survivor):
-                return self.make_room(council, launch_id, step)
-        self._prune(council, doomed)
-        return None
+        intact = False
+        while not intact and not self._policy.keeps_all:
+            doomed, survivors = council.share(lambda: self._plan(launch_id, saving=step))
+            unseen = [s for s in survivors if s not in self._verified] if doomed else []
+            intact = all(self._verify(council, survivor) for survivor in unseen)  # a damaged one: plan anew
+            if intact:
+                self._prune(council, doomed)
 
     def after_commit(self, council: Council, launch_id: str, step: int) -> None:
         """**Collective.** Delete what the committed `step` has pushed out."""
@@ -71,6 +78,8 @@ class Rotation:
         doomed = retention.choose(
             committed, self._policy, held=frozenset(held), metrics=self._metrics, incoming=int(saving is not None)
         )
+        waiting = self._waiting()
+        doomed = [step for step in doomed if step not in waiting]
         newest = [step for step in committed if step not in doomed][-(self._policy.keep or 0) :]
         return doomed, newest
 

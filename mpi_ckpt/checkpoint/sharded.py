@@ -12,6 +12,7 @@ from mpi_ckpt.checkpoint import commit, restore, snapshot, values
 from mpi_ckpt.checkpoint.arguments import plain_index
 from mpi_ckpt.checkpoint.ownership import Ownership
 from mpi_ckpt.checkpoint.state import Leaves, PerRank, State, walk
+from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard, NoCheckpoint, WorldSizeMismatch
 from mpi_ckpt.layout import Shard
@@ -85,7 +86,7 @@ def load_sharded(
             built.append(state)
             return leaves
 
-        opened = restore.restore(council, root, template, restore.Options(step=step), set_aside=False)
+        opened = restore.restore(council, Tiers(root), template, restore.Options(step=step), set_aside=False)
         if opened is None:
             raise NoCheckpoint("there is no committed step", path=root, expected="a step with a manifest.json")
         return built[0], opened.manifest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Container
 from pathlib import Path
 
 from mpi_ckpt.errors import CheckpointError, NoCheckpoint
@@ -76,11 +77,14 @@ def delete(directory: Path) -> None:
             raise
 
 
-def clean(root: Path) -> None:
-    """**Local.** Delete what crashed launches left behind. What cannot be deleted is logged and left."""
+def clean(root: Path, spared: Container[int] = ()) -> None:
+    """**Local.** Delete what crashed launches left behind. What cannot be deleted is logged and left.
+
+    `spared` are steps that are committed although their manifest lies elsewhere.
+    """
     for step in names.list_uncommitted(root):
         directory = names.step_dir(root, step)
-        if is_set_aside(directory):
+        if step in spared or is_set_aside(directory):
             continue
         try:
             if names.own_files(directory) or not any(directory.iterdir()):
@@ -109,6 +113,8 @@ def remove_unlisted(directory: Path) -> None:
     """
     try:
         listed = {shard.path for shard in read_manifest(directory).shards} | {names.MANIFEST, names.PINNED}
-        atomic.remove(*(path for path in names.own_files(directory) if path.name not in listed), missing_ok=True)
+        atomic.remove(
+            *(path for path in names.own_files(directory) if names.protected(path.name) not in listed), missing_ok=True
+        )
     except (OSError, CheckpointError) as error:
         logger.warning("cannot remove files that %s does not list, going on: %s", directory.name, error)

@@ -201,13 +201,15 @@ def _travels(error: ExplainedError) -> bool:
 
 
 def _silence(ranks: list[int], seconds: float, otherwise: type[CheckpointError]) -> CheckpointError:
-    return otherwise(
+    error = otherwise(
         f"no word from rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
         rank=ranks[0],
         found=f"silence for {seconds:g} s",
         expected="a report from every rank",
         action="See whether that rank still runs and its disk answers; raise `timeout` if it is only slow.",
     )
+    error.silent = tuple(ranks)
+    return error
 
 
 def _poll(ready: Callable[[], Any], deadline: float) -> Any:

@@ -54,7 +54,8 @@ def make_dir(path: Path) -> None:
         os.mkdir(path)
     except FileNotFoundError:
         make_dir(path.parent)
-        os.mkdir(path)
+        with contextlib.suppress(FileExistsError):  # another process may have been quicker
+            os.mkdir(path)
     except FileExistsError:
         if not path.is_dir():
             raise
@@ -64,13 +65,18 @@ def make_dir(path: Path) -> None:
 
 def write_file(path: Path, data: bytes | str) -> None:
     """Put a small file in place, whole or not at all; text as UTF-8."""
+    publish(stage_file(path, data), path)
+
+
+def stage_file(path: Path, data: bytes | str) -> Path:
+    """Make a small file durable under the temporary name of `path`, which is returned; `publish` may follow."""
     temporary = names.tmp(Path(path))
     with naming(temporary), _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as fd:
         rest = memoryview(data.encode() if isinstance(data, str) else data)
         while rest:
             rest = rest[os.write(fd, rest) :]
         os.fsync(fd)
-    publish(temporary, path)
+    return temporary
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -113,6 +113,17 @@ def write_image(fd: int, image: Image, contents: Sequence[Content]) -> tuple[str
     return sha256.hexdigest(), source.crc.value
 
 
+def read_image(image: Image, contents: Sequence[Content], lo: int, out: np.ndarray) -> None:
+    """**Local.** The image's bytes lo.. into all of `out` (uint8), from memory. `lo` begins on a page."""
+    begin, hi = 0, lo + out.size
+    for part in _parts(image, contents):
+        end = begin + part.nbytes
+        if begin < hi and end > lo:
+            first, last = max(begin, lo), min(end, hi)
+            part.copy(first - begin, out[first - lo : last - lo])
+        begin = end
+
+
 class _Source:
     """The image from first to last, in pieces that begin on a page of the file, and their crc32c so far."""
 

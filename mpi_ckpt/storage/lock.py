@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.errors import DirectoryInUse
+from mpi_ckpt.storage import atomic
 from mpi_ckpt.storage.names import LOCK
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,9 @@ class WriterLock:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             stack.callback(os.close, self._descriptor)
             self._lock()
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
+            with atomic.naming(self.path):
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
             stack.pop_all()  # taken: the descriptor stays open until `release`
 
     def release(self) -> None:

@@ -57,6 +57,7 @@ class ShardManifest:
     environment: dict[str, Any] = field(default_factory=dict)
     created: str = ""
     wall_clock_seconds: float = 0.0
+    save_count: int = 0  # of the run's saves so far, this one included; 0 where nobody counts
 
     def to_json(self) -> str:
         """**Local.** Strict JSON with a digest of its own. Raises UnsupportedState where `meta` is not plain JSON."""
@@ -85,6 +86,7 @@ def build_manifest(
     created: str,
     wall_clock_seconds: float,
     metrics: dict[str, float] | None = None,
+    save_count: int = 0,
 ) -> ShardManifest:
     """**Local.** The manifest of the ranks' `records`; `index` maps names to (first element, shape).
 
@@ -114,6 +116,7 @@ def build_manifest(
         environment=environment,
         created=created,
         wall_clock_seconds=wall_clock_seconds,
+        save_count=save_count,
     )
 
 
@@ -160,6 +163,7 @@ def _with_interval(record: ShardRecord, held: tuple[BlockRecord, ...]) -> ShardR
 
 
 def _document(manifest: ShardManifest) -> dict[str, Any]:
+    counted = {"save_count": manifest.save_count} if manifest.save_count else {}
     return {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -173,7 +177,7 @@ def _document(manifest: ShardManifest) -> dict[str, Any]:
         "metrics": manifest.metrics,
         "arrays": {key: _array(array) for key, array in manifest.arrays.items()},
         "index": {name: entry._asdict() for name, entry in manifest.index.items()},
-    }
+    } | counted
 
 
 def _array(array: ArrayRecord) -> dict[str, Any]:

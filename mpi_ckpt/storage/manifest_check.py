@@ -121,7 +121,9 @@ _FIELDS = {
     "index": dict_of(_INDEX),
     "shards": list_of(_shard),
 }
-_DOCUMENT = record(lambda *fields: dict(zip(_FIELDS, fields, strict=True)), _FIELDS)
+_DOCUMENT = record(
+    lambda *fields, **later: dict(zip(_FIELDS, fields, strict=True)) | later, _FIELDS, save_count=integer
+)
 
 
 def check_document(document: dict[str, Any], path: object = None) -> dict[str, Any]:

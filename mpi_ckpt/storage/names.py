@@ -3,6 +3,10 @@
     <root>/writer.lock
     <root>/step_00000010/rank00000.h5 ... manifest.json [manifest.damaged.json] [pinned]
 
+    <local>/step_00000010/rank00000.h5 rank00000.parity rank00000.redundancy.json manifest.json      on every node
+
+    <remote>/step_00000010/<save id>/rank00000.h5 ...     <remote>/step_00000010/upload_manifest.json
+
 A shard of a step that is saved again carries the save id, `rank00002-<id>.h5`; a file that is being written ends in
 `.tmp`. A step is committed if and only if its `manifest.json` exists. Names are parsed strictly: `step_10` or
 `step_0000001x` is somebody else's, and nothing of ours ever removes it.
@@ -16,6 +20,7 @@ import secrets
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+UPLOAD_MANIFEST = "upload_manifest.json"
 DAMAGED_MANIFEST = "manifest.damaged.json"
 PINNED = "pinned"
 LOCK = "writer.lock"
@@ -23,6 +28,7 @@ TMP_SUFFIX = ".tmp"
 
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")  # 18 digits stay below 2^63
 _SHARD = re.compile(r"rank([0-9]{5}|[1-9][0-9]{5,8})(?:-([0-9a-f]{8,64}))?\.h5")
+_COMPANION = re.compile(r"(.+)\.(?:parity|redundancy\.json)")
 _SAVE_ID = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -38,9 +44,14 @@ def is_save_id(text: str) -> bool:
 
 def step_dir(root: Path, step: int) -> Path:
     """`<root>/step_00000010` for 10; more digits where the number has more than eight."""
+    return Path(root) / step_name(step)
+
+
+def step_name(step: int) -> str:
+    """`step_00000010` for 10."""
     if not 0 <= step < 10**18:
         raise ValueError(f"a step is an integer from 0 to 10**18 - 1, not {step}")
-    return Path(root) / f"step_{step:08d}"
+    return f"step_{step:08d}"
 
 
 def parse_step(name: str) -> int | None:
@@ -80,7 +91,13 @@ def manifest_path(directory: Path) -> Path:
 def is_own_file(name: str) -> bool:
     """Whether a file of this name in a step's directory is ours to remove. Foreign files are left alone."""
     name = name.removesuffix(TMP_SUFFIX)
-    return name in (MANIFEST, DAMAGED_MANIFEST, PINNED) or parse_shard(name) is not None
+    return name in (MANIFEST, DAMAGED_MANIFEST, PINNED) or parse_shard(protected(name)) is not None
+
+
+def protected(name: str) -> str:
+    """`rank00002.h5` for the files of its redundancy, `rank00002.parity` and `.redundancy.json`; others as they are."""
+    match = _COMPANION.fullmatch(name)
+    return f"{match[1]}.h5" if match else name
 
 
 def own_files(directory: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from mpi_ckpt.storage import direct
+from mpi_ckpt.storage.places import Reader
 from mpi_ckpt.storage.staging import SLOT_BYTES, SLOTS, Lane, Slot
 
 T = TypeVar("T")
@@ -45,7 +45,9 @@ def stretch(begin: int, end: int) -> Iterator[Range[None]]:
     return (Range(lo, min(lo + SLOT_BYTES, end), None) for lo in range(begin, end, SLOT_BYTES))
 
 
-def read_ahead(fd: int, ranges: Iterable[Range[T]], slots: Sequence[Slot], lanes: Sequence[Lane]) -> Iterator[Piece[T]]:
+def read_ahead(
+    reader: Reader, ranges: Iterable[Range[T]], slots: Sequence[Slot], lanes: Sequence[Lane]
+) -> Iterator[Piece[T]]:
     """The ranges' pieces in order, read by `lanes`. A piece's data are valid until the next one is taken.
 
     Jobs that are put into the piece's slot may use the data longer: the slot is not read into before they are done.
@@ -55,7 +57,7 @@ def read_ahead(fd: int, ranges: Iterable[Range[T]], slots: Sequence[Slot], lanes
     for wanted, lane in zip(ranges, itertools.cycle(lanes), strict=False):
         slot = next(free) if wanted.memory is None else Slot(wanted.memory)
         slot.settle()
-        waiting.append((wanted, slot, lane.submit(direct.read_into, fd, slot.buffer, wanted.lo, wanted.hi - wanted.lo)))
+        waiting.append((wanted, slot, lane.submit(reader.read_into, slot.buffer, wanted.lo, wanted.hi - wanted.lo)))
         if len(waiting) > _AHEAD:
             yield _take(waiting)
     while waiting:

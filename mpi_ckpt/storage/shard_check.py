@@ -13,6 +13,7 @@ from pathlib import Path
 from mpi_ckpt.errors import CorruptShard, MissingShard
 from mpi_ckpt.storage import direct, names
 from mpi_ckpt.storage.crc import crc32c, hexadecimal
+from mpi_ckpt.storage.places import FileReader, Place, Reader
 from mpi_ckpt.storage.read_ahead import read_ahead, stretch
 from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.staging import staging
@@ -20,22 +21,29 @@ from mpi_ckpt.storage.staging import staging
 _ACTION = "Restore an older step (on_damage='older', --on-damage older), or bring the file back from a copy."
 
 
-def check_structure(path: Path, record: ShardRecord) -> None:
+def check_structure(path: Place, record: ShardRecord) -> None:
     """**Local.** Look at the file without reading it. Raises MissingShard, or CorruptShard for another size or kind."""
+    size = _size_of(path) if isinstance(path, Path) else path.size()
+    if size is None:
+        raise missing(path)
+    if size != record.nbytes:
+        found, expected = f"{size} bytes", f"{record.nbytes} bytes"
+        raise corrupt(path, "a shard's size differs from the manifest", found=found, expected=expected)
+
+
+def _size_of(path: Path) -> int | None:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        raise missing(path) from None
+        return None
     if not stat.S_ISREG(status.st_mode):
         raise corrupt(
             path, "a shard must be a regular file", found=stat.filemode(status.st_mode), expected="-rw-r--r--"
         )
-    if status.st_size != record.nbytes:
-        found, expected = f"{status.st_size} bytes", f"{record.nbytes} bytes"
-        raise corrupt(path, "a shard's size differs from the manifest", found=found, expected=expected)
+    return status.st_size
 
 
-def verify_file(path: Path, record: ShardRecord, verify: str = "full") -> None:
+def verify_file(path: Place, record: ShardRecord, verify: str = "full") -> None:
     """**Local.** Read the whole file and compare it with its record: sha256 and crc32c, or with "quick" crc32c alone.
 
     Raises MissingShard or CorruptShard; OSError from the disk.
@@ -48,7 +56,7 @@ def verify_file(path: Path, record: ShardRecord, verify: str = "full") -> None:
         raise differs(path, found=_describe(sha256, crc), expected=_describe(sha256 and record.sha256, record.crc32c))
 
 
-def hash_file(path: Path) -> tuple[str, str]:
+def hash_file(path: Place) -> tuple[str, str]:
     """**Local.** (sha256, crc32c) of a file of any size, as the manifest writes them, in 12 MiB of memory.
 
     One pass, past the page cache where that is possible. Raises MissingShard; OSError from the disk.
@@ -57,10 +65,10 @@ def hash_file(path: Path) -> tuple[str, str]:
     return str(sha256), crc
 
 
-def _digests(path: Path, *, with_sha256: bool) -> tuple[str | None, str]:
+def _digests(path: Place, *, with_sha256: bool) -> tuple[str | None, str]:
     sha256, crc = hashlib.sha256(), 0
-    with opened(path) as fd, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
-        for piece in read_ahead(fd, stretch(0, os.fstat(fd).st_size), slots, reading):
+    with opened(path) as reader, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
+        for piece in read_ahead(reader, stretch(0, reader.size() or 0), slots, reading):
             if with_sha256:
                 piece.slot.jobs.append(hashing.submit(sha256.update, piece.data))
             crc = crc32c(piece.data, crc)
@@ -74,14 +82,20 @@ def _describe(sha256: str | None, crc: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, cached: bool = False) -> Iterator[int]:
-    """A descriptor of a shard, `cached` for small reads at any offset.
+def opened(path: Place, *, cached: bool = False) -> Iterator[Reader]:
+    """A reader of a shard, `cached` for small reads at any offset.
 
     Raises MissingShard, or CorruptShard where a symbolic link stands in its place or the disk cannot read it (EIO).
     """
+    if not isinstance(path, Path):
+        try:
+            yield path
+        except FileNotFoundError:
+            raise missing(path) from None
+        return
     try:
         with direct.opened(path, os.O_RDONLY, cached=cached) as fd:
-            yield fd
+            yield FileReader(fd)
     except FileNotFoundError:
         raise missing(path) from None
     except OSError as error:
@@ -94,7 +108,7 @@ def opened(path: Path, *, cached: bool = False) -> Iterator[int]:
         raise
 
 
-def missing(path: Path) -> MissingShard:
+def missing(path: Place) -> MissingShard:
     """The error for a shard that is not there."""
     return MissingShard(
         "a shard that the manifest lists is missing",
@@ -106,16 +120,16 @@ def missing(path: Path) -> MissingShard:
     )
 
 
-def differs(path: Path, *, found: str, expected: str) -> CorruptShard:
+def differs(path: Place, *, found: str, expected: str) -> CorruptShard:
     """The error for bytes that are not those that were saved."""
     return corrupt(path, "a shard's bytes are not those that were saved", found=found, expected=expected)
 
 
-def corrupt(path: Path, what: str, *, found: object, expected: object) -> CorruptShard:
+def corrupt(path: Place, what: str, *, found: object, expected: object) -> CorruptShard:
     """The error for a shard that is not what it was; the rank is read from the file's name."""
     return CorruptShard(what, path=path, rank=_rank(path), found=found, expected=expected, action=_ACTION)
 
 
-def _rank(path: Path) -> int | None:
-    parsed = names.parse_shard(Path(path).name)
+def _rank(path: Place) -> int | None:
+    parsed = names.parse_shard(path.name)
     return parsed[0] if parsed else None

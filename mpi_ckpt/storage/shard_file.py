@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from mpi_ckpt.layout import Block
 from mpi_ckpt.storage import atomic, direct, names
 from mpi_ckpt.storage.crc import crc32c, hexadecimal, n_chunks
 from mpi_ckpt.storage.hdf5_image import Dataset, lay_out
-from mpi_ckpt.storage.image_stream import StreamedArray, array_content, bytes_content, write_image
+from mpi_ckpt.storage.image_stream import StreamedArray, array_content, bytes_content, read_image, write_image
 from mpi_ckpt.storage.records import (
     FORMAT,
     ITEMSIZE,
@@ -49,6 +50,7 @@ from mpi_ckpt.storage.shard_read import (
 __all__ = [
     "BlockToWrite",
     "ShardAttributes",
+    "ShardImage",
     "ShardRecord",
     "StreamedArray",
     "check_structure",
@@ -87,30 +89,58 @@ class ShardAttributes:
 def write_shard(path: Path, blocks: Sequence[BlockToWrite], values: bytes, attributes: ShardAttributes) -> ShardRecord:
     """**Local.** Write one rank's file to `path`, a new temporary name, and make it durable; the caller publishes.
 
-    The record's path is the published name. Beside the arrays it takes 12 MiB of memory, kept for the next call.
-    Raises UnsupportedState for a key or dtype that no dataset can hold, LayoutMismatch when a block and its array
-    differ in shape, FileExistsError for a leftover, OSError from the disk; a file that was begun is removed then.
+    Raises what making a ShardImage and its `write` do.
     """
-    for block in blocks:
-        _check_array(block)
-    table, tables = _tables([block.array.nbytes for block in blocks])
-    image = lay_out(_datasets(blocks, len(values), table.size), _root_attributes(attributes))
-    contents = [array_content(block.array, part) for block, part in zip(blocks, tables, strict=True)]
-    contents += [bytes_content(values), bytes_content(table.data)]
-    with _new_file(path) as fd:
-        sha256, crc = write_image(fd, image, contents)
-        os.ftruncate(fd, image.nbytes)  # the last piece was padded to whole pages
-        atomic.fsync_file(fd, path)
-    *offsets, values_offset, table_offset = image.offsets
-    return ShardRecord(
-        rank=attributes.rank,
-        path=names.published(path).name,
-        nbytes=image.nbytes,
-        sha256=sha256,
-        crc32c=hexadecimal(crc),
-        blocks=_block_records(blocks, offsets, tables, table_offset),
-        values=ValuesRecord(values_offset, len(values), hexadecimal(crc32c(values))),
-    )
+    return ShardImage(blocks, values, attributes).write(path)
+
+
+class ShardImage:
+    """One rank's file laid out in memory, `nbytes` long: to be written, and meanwhile read by those who protect it."""
+
+    def __init__(self, blocks: Sequence[BlockToWrite], values: bytes, attributes: ShardAttributes) -> None:
+        """**Local.** Raises UnsupportedState for a key or dtype that no dataset can hold, LayoutMismatch when a block
+        and its array differ in shape."""
+        for block in blocks:
+            _check_array(block)
+        self._blocks, self._values, self._attributes = blocks, values, attributes
+        table, self._tables = _tables([block.array.nbytes for block in blocks])
+        self._image = lay_out(_datasets(blocks, len(values), table.size), _root_attributes(attributes))
+        contents = [array_content(block.array, part) for block, part in zip(blocks, self._tables, strict=True)]
+        self._contents = [*contents, bytes_content(values), bytes_content(table.data)]
+        self._digested = threading.Event()  # the table of checksums, the file's end, is filled as the file is written
+        self.nbytes = self._image.nbytes
+
+    def read(self, lo: int, buffer: np.ndarray, n: int) -> None:
+        """**Local.** The bytes lo..lo+n-1 into `buffer` (uint8); `lo` begins on a page. For those at the end of the
+        file it waits until `write` is over, and gives whatever is there if that failed."""
+        if lo + n > self._image.offsets[-1]:
+            self._digested.wait()
+        read_image(self._image, self._contents, lo, buffer[:n])
+
+    def write(self, path: Path) -> ShardRecord:
+        """**Local.** The file, durable under `path`, a new temporary name; the record's path is the published name.
+
+        Once. Beside the arrays it takes 12 MiB of memory, kept for the next. Raises FileExistsError for a leftover,
+        OSError from the disk; a file that was begun is removed then.
+        """
+        try:
+            with _new_file(path) as fd:
+                sha256, crc = write_image(fd, self._image, self._contents)
+                self._digested.set()
+                os.ftruncate(fd, self.nbytes)  # the last piece was padded to whole pages
+                atomic.fsync_file(fd, path)
+        finally:
+            self._digested.set()
+        *offsets, values_offset, table_offset = self._image.offsets
+        return ShardRecord(
+            rank=self._attributes.rank,
+            path=names.published(path).name,
+            nbytes=self.nbytes,
+            sha256=sha256,
+            crc32c=hexadecimal(crc),
+            blocks=_block_records(self._blocks, offsets, self._tables, table_offset),
+            values=ValuesRecord(values_offset, len(self._values), hexadecimal(crc32c(self._values))),
+        )
 
 
 def dataset_path(key: str, position: int, count: int) -> str:

@@ -7,7 +7,6 @@ stays constant, and one pass over the file serves both the arrays and the digest
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,18 +17,19 @@ import numpy as np
 from mpi_ckpt.layout import Block
 from mpi_ckpt.storage.block_read import BlockRead, block_read
 from mpi_ckpt.storage.crc import CHUNK, crc32c, hexadecimal, n_chunks
+from mpi_ckpt.storage.places import Place
 from mpi_ckpt.storage.read_ahead import Piece, Range, read_ahead, stretch
 from mpi_ckpt.storage.records import BlockRecord, ShardRecord
 from mpi_ckpt.storage.shard_check import check_structure, corrupt, differs, missing, opened
 from mpi_ckpt.storage.staging import staging
 
 
-def read_block(path: Path, block: BlockRecord, region: Block, out: np.ndarray, verify: str = "crc32c") -> int:
+def read_block(path: Place, block: BlockRecord, region: Block, out: np.ndarray, verify: str = "crc32c") -> int:
     """**Local.** Read the part of a block that lies in `region` into `out`; see `read_blocks`."""
     return read_blocks(path, [(block, region, out)], verify)
 
 
-def read_blocks(path: Path, reads: Iterable[tuple[BlockRecord, Block, np.ndarray]], verify: str = "crc32c") -> int:
+def read_blocks(path: Place, reads: Iterable[tuple[BlockRecord, Block, np.ndarray]], verify: str = "crc32c") -> int:
     """**Local.** For each (block, region, out): the part of the block that lies in `region`, into `out`.
 
     `region` is a box of the global array; `out` holds it: same shape, the saved dtype in any byte order, any strides.
@@ -44,8 +44,8 @@ def read_blocks(path: Path, reads: Iterable[tuple[BlockRecord, Block, np.ndarray
         return 0
     tables = _read_tables(path, todo) if verify == "crc32c" else {}
     nbytes = 0
-    with opened(path) as fd, staging("read", "read") as (slots, lanes):
-        for piece in read_ahead(fd, (r for read in todo for r in read.ranges()), slots, lanes):
+    with opened(path) as reader, staging("read", "read") as (slots, lanes):
+        for piece in read_ahead(reader, (r for read in todo for r in read.ranges()), slots, lanes):
             read, lo = piece.range.tag, piece.range.lo
             _check_length(path, piece)
             if tables:
@@ -57,7 +57,7 @@ def read_blocks(path: Path, reads: Iterable[tuple[BlockRecord, Block, np.ndarray
 
 
 def read_shard(
-    path: Path, record: ShardRecord, targets: Sequence[tuple[BlockRecord, np.ndarray]], verify: str = "full"
+    path: Place, record: ShardRecord, targets: Sequence[tuple[BlockRecord, np.ndarray]], verify: str = "full"
 ) -> int:
     """**Local.** Read whole blocks, each into its array (of the block's shape), every byte once.
 
@@ -73,9 +73,9 @@ def read_shard(
         return read_blocks(path, reads, "crc32c" if verify == "quick" else "none")
     todo = deque(sorted(_plan(reads), key=lambda read: read.record.offset))
     sha256, ranges = hashlib.sha256(), list(_file_ranges(record.nbytes, todo))
-    with opened(path) as fd, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
+    with opened(path) as reader, staging("sha256", "read", "read") as (slots, (hashing, *reading)):
         hashed = []
-        for piece in read_ahead(fd, ranges, slots, reading):
+        for piece in read_ahead(reader, ranges, slots, reading):
             hashed.append(hashing.submit(sha256.update, piece.data))
             piece.slot.jobs.append(hashed[-1])
             _check_length(path, piece)
@@ -92,11 +92,11 @@ def read_shard(
     return record.nbytes
 
 
-def read_values(path: Path, record: ShardRecord) -> bytes:
+def read_values(path: Place, record: ShardRecord) -> bytes:
     """**Local.** The values' bytes, checked against their crc32c. Raises MissingShard or CorruptShard."""
     values = record.values
-    with opened(path, cached=True) as fd:
-        data = os.pread(fd, values.nbytes, values.offset)
+    with opened(path, cached=True) as reader:
+        data = reader.read(values.offset, values.nbytes)
     _check_crc(path, "the values of a shard are not those that were saved", data, values.crc32c)
     return data
 
@@ -127,32 +127,32 @@ def _plan(reads: Iterable[tuple[BlockRecord, Block, np.ndarray]]) -> list[BlockR
     return [read for read in (block_read(*each) for each in reads) if read is not None]
 
 
-def _check_length(path: Path, piece: Piece[Any]) -> None:
+def _check_length(path: Place, piece: Piece[Any]) -> None:
     expected = piece.range.hi - piece.range.lo
     if piece.data.size < expected:
         found = f"its end at {piece.range.lo + piece.data.size} bytes"
         raise corrupt(path, "a shard is cut short", found=found, expected=f"at least {piece.range.hi} bytes")
 
 
-def _check_chunks(path: Path, read: BlockRead, data: np.ndarray, lo: int, table: np.ndarray) -> None:
+def _check_chunks(path: Place, read: BlockRead, data: np.ndarray, lo: int, table: np.ndarray) -> None:
     first = (lo - read.record.offset) // CHUNK
     for i in range(n_chunks(data.size)):
         what = f"the bytes of a shard from offset {lo + i * CHUNK} on are not those that were saved"
         _check_crc(path, what, data[i * CHUNK : (i + 1) * CHUNK], hexadecimal(int(table[first + i])))
 
 
-def _read_tables(path: Path, reads: Sequence[BlockRead]) -> dict[BlockRead, np.ndarray]:
+def _read_tables(path: Place, reads: Sequence[BlockRead]) -> dict[BlockRead, np.ndarray]:
     """The crc32c of the chunks of each read's block, uint32, themselves checked."""
     tables = {}
-    with opened(path, cached=True) as fd:
+    with opened(path, cached=True) as reader:
         for read in reads:
-            data = os.pread(fd, 4 * n_chunks(read.nbytes), read.record.table_offset)
+            data = reader.read(read.record.table_offset, 4 * n_chunks(read.nbytes))
             _check_crc(path, "the table of checksums in a shard is damaged", data, read.record.table_crc32c)
             tables[read] = np.frombuffer(data, "<u4")
     return tables
 
 
-def _check_crc(path: Path, what: str, data: bytes | np.ndarray, expected: str) -> None:
+def _check_crc(path: Place, what: str, data: bytes | np.ndarray, expected: str) -> None:
     found = hexadecimal(crc32c(data))
     if found != expected:
         raise corrupt(path, what, found=f"crc32c {found}", expected=f"crc32c {expected}")

@@ -13,11 +13,14 @@ from typing import Any
 
 from mpi_ckpt.checkpoint import steps as step_directories
 from mpi_ckpt.checkpoint.steps import find_committed
-from mpi_ckpt.errors import CheckpointError, CorruptShard
+from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, RemoteFailed
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
+from mpi_ckpt.storage.object_store import ObjectStore
+from mpi_ckpt.storage.places import Directory, RemoteStep
+from mpi_ckpt.storage.remote_steps import is_uploaded, list_remote, read_upload_manifest, remote_step
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
-from mpi_ckpt.tools import status, text
+from mpi_ckpt.tools import remote, status, text
 from mpi_ckpt.tools.locate import checkpoints_root, save_id_of, size_of_files
 from mpi_ckpt.tools.progress import Advance, progress
 
@@ -25,7 +28,7 @@ HELP = "read every committed step and compare it with its manifest"
 DESCRIPTION = """Read every committed step (or --step) and compare it with its manifest: the manifest's own digest
 and structure, and of each shard presence, size, sha256 and crc32c. With --quick the crc32c alone, which reads as
 much and computes less: it finds damage, not forgery. Nothing is changed. A step that is pruned meanwhile is no
-damage."""
+damage. With --remote, the steps of a remote tier: every byte is read from there."""
 EXAMPLE = "python -m mpi_ckpt verify runs/demo --quick"
 
 
@@ -34,7 +37,7 @@ class Verdict:
     """What was found about one step: its size in bytes, and every fault."""
 
     step: int
-    directory: Path
+    directory: Directory
     nbytes: int
     faults: list[CheckpointError]
 
@@ -54,14 +57,33 @@ def verify(
     """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as readers:  # hashing releases the GIL
         for step in names.list_steps(root) if steps is None else steps:
-            verdict = _verify_step(names.step_dir(root, step), step, quick, readers, advance)
-            if verdict.intact or step_directories.is_committed(verdict.directory):
+            directory = names.step_dir(root, step)
+            verdict = _verify_step(directory, step, quick, readers, advance)
+            if verdict.intact or step_directories.is_committed(directory):
                 yield verdict
+
+
+def verify_remote(
+    store: ObjectStore, steps: Sequence[int], *, quick: bool = False, advance: Advance = lambda nbytes: None
+) -> Iterator[Verdict]:
+    """**Local.** The same for `steps` of a remote tier. Raises RemoteFailed when it does not answer."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as readers:
+        for step in steps:
+            try:
+                manifest = read_upload_manifest(store, step)
+            except InvalidManifest as fault:
+                yield Verdict(step, RemoteStep(store.url, step, ""), 0, [fault])
+                continue
+            if manifest is not None:
+                place = remote_step(store, manifest)
+                faults = [f for f in readers.map(partial(_fault_of, place, quick, advance), manifest.shards) if f]
+                if not faults or is_uploaded(store, manifest):  # else it was retired or replaced meanwhile
+                    yield Verdict(step, place, sum(shard.nbytes for shard in manifest.shards), faults)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the verb."""
-    text.add_run_dir(parser)
+    remote.add_place(parser)
     parser.add_argument("--quick", action="store_true", help="compare crc32c instead of sha256")
     parser.add_argument("--step", metavar="STEP", type=text.natural, help="this step alone (default: all)")
     text.add_json(parser)
@@ -69,20 +91,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print a verdict a step; the exit status."""
-    root = checkpoints_root(arguments.run_dir)
-    find_committed(root, arguments.step)  # raises NoCheckpoint where there is nothing to verify
-    steps = names.list_steps(root) if arguments.step is None else [arguments.step]
     verdicts = []
-    with progress("verify", sum(size_of_files(names.step_dir(root, step)) for step in steps)) as advance:
-        for verdict in verify(root, quick=arguments.quick, steps=steps, advance=advance):
-            verdicts.append(verdict)
-            if not arguments.json:
-                _print(verdict)
+    for verdict in _remotely(arguments) if arguments.remote is not None else _locally(arguments):
+        verdicts.append(verdict)
+        if not arguments.json:
+            _print(verdict)
     if arguments.json:
         text.print_json([_as_json(verdict) for verdict in verdicts])
     if not verdicts:  # all of them were pruned meanwhile
         return status.NOTHING_THERE
     return status.WELL if all(verdict.intact for verdict in verdicts) else status.NOT_WELL
+
+
+def _locally(arguments: argparse.Namespace) -> Iterator[Verdict]:
+    root = checkpoints_root(arguments.run_dir)
+    find_committed(root, arguments.step)  # raises NoCheckpoint where there is nothing to verify
+    steps = names.list_steps(root) if arguments.step is None else [arguments.step]
+    with progress("verify", sum(size_of_files(names.step_dir(root, step)) for step in steps)) as advance:
+        yield from verify(root, quick=arguments.quick, steps=steps, advance=advance)
+
+
+def _remotely(arguments: argparse.Namespace) -> Iterator[Verdict]:
+    store = remote.opened(arguments.remote)
+    steps = remote.find_remote(store, arguments.step)
+    listed = list_remote(store)
+    with progress("verify", sum(sum(listed[step].shards.values()) for step in steps if step in listed)) as advance:
+        yield from verify_remote(store, steps, quick=arguments.quick, advance=advance)
 
 
 def _print(verdict: Verdict) -> None:
@@ -113,11 +147,13 @@ def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExe
         # The step was saved again meanwhile: what is missing of the older save is no damage.
 
 
-def _fault_of(directory: Path, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:
+def _fault_of(directory: Directory, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:
     """What is wrong with one file, if anything."""
     path = directory / record.path
     try:
         verify_file(path, record, "quick" if quick else "full")
+    except RemoteFailed:
+        raise
     except CheckpointError as fault:
         return fault
     except OSError as error:

@@ -28,7 +28,7 @@ directory. It names the shards by relative paths: move it together with them and
 
 What is read through a view is NOT VERIFIED. The sizes of the shards are checked when it is made; afterwards, where a
 shard is missing, HDF5 gives a fill value without a word: NaN, or the largest number that the type can hold (True for
-bool). Delete a view when its step goes; to read verified arrays, use mpi_ckpt.checkpoint.read.read."""
+bool). Delete a view when its step goes; to read verified arrays, use mpi_ckpt.read."""
 EXAMPLE = "python -m mpi_ckpt view runs/demo && h5dump -d /arrays/param runs/demo/checkpoints/step_00000020.view.h5"
 
 _FORMAT = "mpi_ckpt view"

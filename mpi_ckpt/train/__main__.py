@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     except ExplainedError as error:
         sys.stderr.write(f"[rank {comm.rank}] error: {error}\n")  # one write: lines of ranks must not mix
         outcome = status.of(error)
-        if isinstance(error, RankSilent):  # that rank will not come
+        if error.silent or isinstance(error, RankSilent):  # not all ranks will come
             abort(comm, outcome)
     leave_together(comm, outcome)
 

@@ -53,7 +53,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CADENCE",
         help="'10steps', '30s', '10min' or 'auto' (default 10steps); the last step is always saved",
     )
-    save.add_argument("--keep", type=_positive, default=3, metavar="K", help="newest steps that stay (default 3)")
+    save.add_argument(
+        "--keep", type=_positive, default=3, metavar="K", help="how many of the newest steps stay (default 3)"
+    )
+    save.add_argument("--remote", metavar="URL", help="upload every checkpoint: s3://bucket/prefix or file:///dir")
+    save.add_argument("--remote-keep", type=_positive, metavar="K", help="newest steps that stay there (default: all)")
+    save.add_argument(
+        "--local", metavar="DIR", help="save to this directory on every node's own disk; {domain}: its failure domain"
+    )
+    save.add_argument(
+        "--redundancy", default="xor", metavar="SCHEME", help="of --local: single, partner, xor or rs:k+m (default xor)"
+    )
+    save.add_argument("--local-keep", type=_positive, default=2, metavar="K", help="newest steps there (default 2)")
+    save.add_argument(
+        "--shared-every",
+        type=_positive,
+        default=10,
+        metavar="N",
+        help="with --local: every Nth checkpoint, and a launch's last, goes to the run's directory too (default 10)",
+    )
     save.add_argument(
         "--async-io",
         action=argparse.BooleanOptionalAction,
@@ -102,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--corpus-tokens", type=int, help="length of the synthetic corpus (default 65536)")
     batch = data.add_mutually_exclusive_group()
     batch.add_argument("--global-batch", type=int, help="samples a step, over all ranks")
-    batch.add_argument("--batch", type=int, help="the same, a rank (default 4)")
+    batch.add_argument("--batch", type=int, help="samples a step for each data-parallel rank (default 4)")
     data.add_argument(
         "--grad-accum",
         type=int,

@@ -122,6 +122,12 @@ class Options:
     inject: Sequence[str] = ()
     hang_timeout: str = "30min"  # or a number of seconds, 0 for off
     time_limit: str | None = None
+    remote: str | None = None  # URL of the second tier
+    remote_keep: int | None = None
+    local: str | None = None  # directory on every node's own disk
+    redundancy: str = "xor"
+    local_keep: int = 2
+    shared_every: int = 10  # saves
 
     def __post_init__(self) -> None:
         step = self.resume.isdecimal()
@@ -133,11 +139,13 @@ class Options:
         _check("spike_factor", self.spike_factor, 1 <= self.spike_factor < math.inf, "a number of at least 1")
         _check("on_spike", self.on_spike, self.on_spike in ("skip", "lower-lr", "stop"), "skip, lower-lr or stop")
         _check("max_rollbacks", self.max_rollbacks, self.max_rollbacks >= 0, "an integer of at least 0")
+        alone = self.discard_later and self.resume_step is None
+        _check("discard_later", "given", not alone, "--resume STEP beside it: what comes after which step?")
         for name in ("ckpt_every", "mtbf", "inject", "hang_timeout", "time_limit"):
             try:
                 self._parsed(name)
             except ValueError as error:
-                raise ConfigError(f"{name} cannot be used: {error}") from error
+                raise ConfigError(f"an option cannot be used: {error}", action="See --help.") from error
 
     def _parsed(self, name: str) -> Any:
         """What the text of an option stands for. Raises ValueError."""
@@ -145,7 +153,7 @@ class Options:
         if name == "inject":
             return [Injection.parse(injection) for injection in text]
         if name == "ckpt_every":
-            return Cadence.parse(text)
+            return Cadence.parse(text, name="ckpt_every")
         if text is None:
             return None
         if name == "hang_timeout" and text.replace(".", "", 1).isdecimal():
@@ -200,10 +208,10 @@ def resolve(explicit: dict[str, Any], stored: Settings | None, ranks: int) -> Se
     try:
         model = dataclasses.replace(base.model, **{k: v for k, v in explicit.items() if k in sizes})
     except ValueError as error:
-        raise ConfigError(f"the model cannot be built: {error}") from error
+        raise ConfigError(f"the model cannot be built: {error}", action="Change one of the sizes.") from error
     return dataclasses.replace(base, model=model, **{k: v for k, v in explicit.items() if k not in sizes})
 
 
 def _check(name: str, value: object, good: bool, expected: str) -> None:
     if not good:
-        raise ConfigError(f"{name} cannot be used", found=repr(value), expected=expected)
+        raise ConfigError(f"{name} cannot be used", found=repr(value), expected=expected, action="See --help.")

@@ -39,7 +39,9 @@ class Injection:
         """The fault that `text` names. Raises ValueError saying what was found and expected."""
         kind, _, rest = text.partition(":")
         step, _, last = rest.partition(":")
-        wrong = ValueError(f"found {text!r}, expected lr-spike:STEP:FACTOR, nan:STEP:RANK, kill:STEP:RANK or hang:...")
+        wrong = ValueError(
+            f"found {text!r}, expected lr-spike:STEP:FACTOR, nan:STEP:RANK, kill:STEP:RANK or hang:STEP:RANK"
+        )
         if kind not in KINDS or not step.isdecimal() or int(step) < 1:
             raise wrong
         name = text.replace(":", "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer, Found
 from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.train.config import Options
 from mpi_ckpt.train.guard import Guard
 from mpi_ckpt.train.metrics import MetricsLog
@@ -50,11 +52,12 @@ class Job:
         Raises WorldSizeMismatch for another number of ranks or another mesh, unless the launch is elastic.
         """
         options = self.options
-        found = self.checkpointer.restore(
-            self.trainer.state, step, world_size="any" if options.elastic else "same", on_damage=options.on_damage
-        )
+        with self.watchdog.engine():
+            found = self.checkpointer.restore(
+                self.trainer.state, step, world_size="any" if options.elastic else "same", on_damage=options.on_damage
+            )
         if found is not None:
-            saved = found.meta.get("mesh", {"data": found.manifest.world_size, "tensor": 1})
+            saved = _mesh_of(found.manifest)
             if not options.elastic:
                 self.trainer.mesh.check_saved(saved)
             self.trainer.restored(saved)
@@ -77,3 +80,11 @@ class Job:
         """**Local.** A line of the metrics, from rank 0."""
         if self.log:
             self.log.write({"event": name, "step": step, **fields})
+
+
+def _mesh_of(manifest: ShardManifest) -> dict[str, int]:
+    """The mesh whose ranks' shards these are: the meta's, unless a tool has written them for other ranks since."""
+    saved: dict[str, int] = manifest.meta.get("mesh", {})
+    if math.prod(saved.values()) == manifest.world_size and saved:
+        return saved
+    return {"data": manifest.world_size, "tensor": 1}

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer
+from mpi_ckpt.checkpoint.local_tier import Options as LocalOptions
+from mpi_ckpt.checkpoint.local_tier import steps_on_nodes
 from mpi_ckpt.checkpoint.sharded import verify_resume
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.parallel.mesh import Mesh
 from mpi_ckpt.storage import names
-from mpi_ckpt.train import checks, console, preemption, rollback, status
-from mpi_ckpt.train.config import ConfigError, Options, Settings, resolve
+from mpi_ckpt.train import checks, console, far, preemption, rollback, status
+from mpi_ckpt.train.config import ConfigError, Options, Settings
 from mpi_ckpt.train.data import Dataset, open_dataset
 from mpi_ckpt.train.guard import Guard
 from mpi_ckpt.train.job import Job
 from mpi_ckpt.train.loop import train
 from mpi_ckpt.train.metrics import MetricsLog
-from mpi_ckpt.train.run import CHECKPOINTS, Plan, choose_directory, plan_launch, store
+from mpi_ckpt.train.run import CHECKPOINTS, RUN_FILE, Plan, choose_directory, plan_launch, store
 from mpi_ckpt.train.trainer import Trainer
 from mpi_ckpt.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_UPLOADS_AT_THE_END = 5.0  # seconds, of a launch whose time is up
 
 
 def run(
@@ -33,15 +39,24 @@ def run(
     `explicit` are the settings on the command line, `steps` the number of steps of the run if it is given there.
     Raises ConfigError, CheckFailed, Diverged or a CheckpointError, the same on every rank.
     """
-    timeout = options.hang_seconds or DEFAULT_TIMEOUT
-    council = Council(comm, timeout)
+    council = Council(comm, options.hang_seconds or DEFAULT_TIMEOUT)
     mesh = Mesh(comm, options.tensor_parallel)
     _check_injections(options, comm.size)
-    if options.run_dir is None:
-        resolve(explicit, None, mesh.data.size)  # a mistake must not leave a new directory behind
     run_dir = council.share(lambda: choose_directory(options))
-    log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
+
+    def plan_it() -> Plan:
+        on_nodes = steps_on_nodes(council, LocalOptions(_local(run_dir, options))) if options.local else ()
+        return council.share(lambda: plan_launch(run_dir, explicit, steps, options, mesh.data.size, on_nodes))
+
+    # What cannot work is refused here: nothing was made yet.
+    council.share(lambda: far.fetch(run_dir / RUN_FILE, options.remote))
+    plan = plan_it()
+    mesh.check_model(plan.settings.model.n_head)
+    data = council.everywhere(lambda: _open_data(plan))
+
     clock = preemption.Clock(options.time_limit_seconds, os.environ)
+    watchdog = Watchdog(options.hang_seconds, comm)
+    log: MetricsLog | None = None
 
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] == "commit":
@@ -49,8 +64,34 @@ def run(
         if log:
             log.write(event)
 
-    watchdog = Watchdog(options.hang_seconds, comm.rank)
-    with Checkpointer(
+    with _open_checkpointer(run_dir, comm, options, council.timeout, on_event) as checkpointer:
+        plan = plan_it()  # another launch may have gone on until the lock was ours
+        log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
+        attention = council.everywhere(lambda: preemption.Attention(signals, run_dir, clock, leads=comm.rank == 0))
+        council.share(lambda: store(plan, data.identity))
+        council.share(lambda: far.keep(run_dir / RUN_FILE, options.remote))
+
+        def build() -> Trainer:
+            return Trainer.build(comm, plan.settings, data, mesh)
+
+        job = Job(comm, council, plan, options, build, build(), checkpointer, attention, watchdog, log)
+        watchdog.on_hang = lambda seconds: job.event("hang", job.progress["step"], seconds=seconds)
+        first = _resume(job) + 1
+        job.event("launch", first - 1, ranks=comm.size, mesh=mesh.shape, settings=plan.settings.to_json())
+        outcome = _train(job, first)
+    watchdog.close()
+    if log:
+        log.close()
+    mesh.close()
+    council.close()
+    return outcome
+
+
+def _open_checkpointer(
+    run_dir: Path, comm: MPI.Comm, options: Options, timeout: float, on_event: Callable[[dict[str, Any]], None]
+) -> Checkpointer:
+    """**Collective.** The run's, which is this launch's alone from now on."""
+    return Checkpointer(
         run_dir / CHECKPOINTS,
         comm,
         every=options.ckpt_every,
@@ -59,26 +100,18 @@ def run(
         async_io=options.async_io,
         timeout=timeout,
         on_event=on_event,
-    ) as checkpointer:
-        plan = council.share(lambda: plan_launch(run_dir, explicit, steps, options, mesh.data.size))
-        mesh.check_model(plan.settings.model.n_head)
-        attention = council.everywhere(lambda: preemption.Attention(signals, run_dir, clock, leads=comm.rank == 0))
-        data = council.everywhere(lambda: _open_data(plan))
-        council.share(lambda: store(plan, data.identity))
+        remote=options.remote,
+        remote_keep=options.remote_keep,
+        local=_local(run_dir, options) if options.local else None,
+        redundancy=options.redundancy,
+        local_keep=options.local_keep,
+        shared_every=options.shared_every,
+    )
 
-        def build() -> Trainer:
-            return Trainer.build(comm, plan.settings, data, mesh)
 
-        job = Job(comm, council, plan, options, build, build(), checkpointer, attention, watchdog, log)
-        watchdog.on_hang = lambda seconds: job.event("hang", job.progress["step"], rank=comm.rank, seconds=seconds)
-        with watchdog.engine():
-            first = _resume(job) + 1
-        job.event("launch", first - 1, ranks=comm.size, mesh=mesh.shape, settings=plan.settings.to_json())
-        outcome = _train(job, first)
-    watchdog.close()
-    mesh.close()
-    council.close()
-    return outcome
+def _local(run_dir: Path, options: Options) -> str:
+    """The run's own part of the nodes' directories, which other runs use too."""
+    return f"{options.local}/{run_dir.resolve().name}"
 
 
 def _train(job: Job, first: int) -> int:
@@ -92,8 +125,7 @@ def _train(job: Job, first: int) -> int:
                 asked = train(job, table)
         if asked:
             return _leave(job, preemption.REASONS[asked])
-        with job.watchdog.engine():
-            _check_results(job)
+        _check_results(job)
     elif speaks:
         print(f"{plan.run_dir}: step {plan.last_step} is done already; nothing to train")
     reason = "finished" if plan.last_step == plan.steps else "stop-at"
@@ -103,6 +135,7 @@ def _train(job: Job, first: int) -> int:
 
 def _leave(job: Job, reason: str) -> int:
     """**Collective.** Early, with everything committed that was done."""
+    job.checkpointer.upload_timeout = _UPLOADS_AT_THE_END  # the next launch goes on with what is not there by then
     with job.watchdog.engine():
         job.checkpointer.wait_until_finished()
         job.council.share(job.attention.remove_halt_file)
@@ -152,8 +185,9 @@ def _check_results(job: Job) -> None:
     comm, checkpointer, plan = job.comm, job.checkpointer, job.plan
     job.council.everywhere(lambda: checks.check_optimizer_bytes(job.trainer.optimizer, comm.rank))
     memory = checks.gather_memory(comm, job.trainer.optimizer)
-    checkpointer.wait_until_finished()
-    manifest = verify_resume(job.trainer.state, checkpointer.root, plan.last_step, comm)
+    with job.watchdog.engine():
+        checkpointer.wait_until_finished()
+        manifest = verify_resume(job.trainer.state, checkpointer.root, plan.last_step, comm)
     job.event("memory", plan.last_step, **checks.memory_by_name(memory))
     if comm.rank == 0:
         console.print_memory(memory, job.trainer.optimizer.params.size * job.trainer.mesh.tensor.size)

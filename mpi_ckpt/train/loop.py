@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
-from mpi_ckpt.parallel.zero import GradientSummary, StepResult
+from mpi_ckpt.parallel.zero import StepResult
 from mpi_ckpt.train import checks, console, inject, rollback
 from mpi_ckpt.train.job import Job
 
@@ -23,19 +23,20 @@ def train(job: Job, table: console.StepTable) -> int:
     while (step := job.progress["step"] + 1) <= last:
         began, waited = time.perf_counter(), job.trainer.optimizer.communication_seconds
         lr_factor = _inject(job, step)
-        _skip_samples(job, step)
+        first = _skip_samples(job, step)
 
         gradient = job.trainer.gradients()
         rejected = job.guard.judge(gradient.loss, gradient.grad_norm, spike_factor)
         if rejected is None:
-            result = _update(job, gradient, lr_factor)
+            result = job.trainer.update(gradient, lr_factor)
             boundary = checks.check_replicas(
                 job.comm, step, result.param_norm, job.attention.request(), part=job.trainer.mesh.tensor.rank
             )
             rejected = None if boundary.finite else "non-finite"  # a finite update may overflow
         if rejected is not None:
-            stop = job.progress["cursor"] + job.plan.settings.global_batch * (job.progress["step"] < step)
-            rollback.roll_back(job, rollback.Trip(step, rejected, gradient.loss, stop))
+            rollback.roll_back(
+                job, rollback.Trip(step, rejected, gradient.loss, first + job.plan.settings.global_batch)
+            )
             continue
 
         job.guard.accept(result.loss)
@@ -71,21 +72,13 @@ def _inject(job: Job, step: int) -> float:
     return factor
 
 
-def _skip_samples(job: Job, step: int) -> None:
-    """**Local.** Past the samples that a rollback has excluded: consumed, unseen."""
+def _skip_samples(job: Job, step: int) -> int:
+    """**Local.** Past the samples that a rollback has excluded, consumed unseen; returns the first of this step."""
     first = job.progress["cursor"]
     job.progress["cursor"] = stop = job.guard.next_cursor(first)
     if stop > first:
         job.event("skip", step, first=first, stop=stop)
-
-
-def _update(job: Job, gradient: GradientSummary, lr_factor: float) -> StepResult:
-    """**Collective.** The update, with this step's factor on the learning rate."""
-    lr_scale = job.progress["lr_scale"]
-    job.progress["lr_scale"] = lr_scale * lr_factor
-    result = job.trainer.update(gradient)
-    job.progress["lr_scale"] = lr_scale
-    return result
+    return stop
 
 
 def _row(job: Job, step: int, result: StepResult, seconds: float, communication: float) -> dict[str, Any]:
@@ -115,7 +108,8 @@ def _evaluate(job: Job, step: int, table: console.StepTable) -> None:
 
 def _checkpoint(job: Job, step: int, *, leaving: bool) -> None:
     """**Collective.** Save if it is due; on leaving in any case."""
-    with job.watchdog.engine():
+    if job.checkpointer.due(step) or leaving:
         about = job.about({"loss": job.losses[step]})
-        if not job.checkpointer.save_if_due(step, job.trainer.state, **about) and leaving:
+        about["shared"] = leaving  # the next launch may get other nodes
+        with job.watchdog.engine():
             job.checkpointer.save(step, job.trainer.state, **about)

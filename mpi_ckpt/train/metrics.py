@@ -19,7 +19,8 @@ An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes
                                          the run; `skipped`: all samples that it leaves out, [[first, stop), ...]
     skip        first, stop              before `step`, samples `first` to `stop` - 1 were consumed unseen
     injection   kind, rank or factor     before `step`, a fault on purpose
-    hang        rank, seconds            no progress after `step` for so long; the launch ends (rank 0's, if it can)
+    hang        seconds                  no progress after `step` for so long; the launch ends. stderr says where each
+                                         rank was: one that hangs keeps rank 0 waiting, which writes this
     preemption  reason                   the launch ends early, what was done is committed: "SIGUSR1", "SIGTERM",
                                          "SIGINT", "halt" or "time-limit"
     finish      reason                   the launch ends: "finished" or "stop-at"
@@ -31,6 +32,7 @@ commit, so the file never knows less than the newest checkpoint. A line that a c
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -38,7 +40,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpi_ckpt.errors import ExplainedError, from_os_error
+
 FILE_NAME = "metrics.jsonl"
+
+
+class MetricsFailed(ExplainedError):
+    """The log cannot be written, so training stops: it must never know less than the checkpoints."""
 
 
 class MetricsLog:
@@ -51,10 +59,20 @@ class MetricsLog:
         _cut_torn_line(self._descriptor)
 
     def write(self, row: dict[str, Any]) -> None:
-        """**Local.** Append one line. A number that JSON does not have becomes null. Raises OSError."""
+        """**Local.** Append one line, whole or not at all. A number that JSON does not have becomes null.
+
+        Raises MetricsFailed.
+        """
         stamped = row | {"time": round(time.time(), 6)}
         line = json.dumps({name: _strict(value) for name, value in stamped.items()}, allow_nan=False) + "\n"
-        os.write(self._descriptor, line.encode())
+        data, end = line.encode(), os.fstat(self._descriptor).st_size
+        try:
+            if os.write(self._descriptor, data) < len(data):  # the disk is full, or nearly
+                os.ftruncate(self._descriptor, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise from_os_error(error, MetricsFailed, rank=0) from error
 
     def close(self) -> None:
         """**Local.** Close the file."""

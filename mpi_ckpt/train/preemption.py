@@ -1,7 +1,7 @@
 """Being asked to leave: by a signal, by a file, or because the time is nearly over.
 
 Every rank notes here what it has been asked; only the boundary of a step acts on it, after all ranks have told each
-other (`checks.boundary`), so that a signal to any one of them ends the job for all, after the same step.
+other (`checks.check_replicas`), so that a signal to any one of them ends the job for all, after the same step.
 
 Signals: the kernel's first SIGUSR1, SIGTERM or SIGINT is a request. A thread waits for them, because Python runs its
 own handlers only between two instructions of the main thread, which may be stuck in a collective: so a second signal
@@ -26,7 +26,7 @@ REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT", "halt", "time-limit")  # a reques
 HALT_FILE = "halt"
 
 _GRACE = 2.0  # seconds that a job may still take for a checkpoint after the second signal
-_LOOK_EVERY = 1.0  # seconds between two looks for the halt file: a shared file system is not asked at every step
+_LOOK_EVERY = 0.2  # seconds between two looks for the halt file: a shared file system is not asked at every step
 
 
 class Signals:
@@ -68,9 +68,9 @@ class Clock:
     """**Local.** When this launch has to be over, on rank 0's clock, and how long leaving will take.
 
     The end is the earlier of `limit` seconds from now and the job's end from Slurm (SLURM_JOB_END_TIME, seconds since
-    1970; Slurm 22.05 and later set it). Leaving takes a step and a checkpoint, each assumed twice as long as the
-    longest so far: `margin`. As long as no checkpoint has been committed, it counts as a tenth of the time there was,
-    or 60 s if that is less.
+    1970; `jobs/train.sbatch` sets it where Slurm does not). Leaving takes a step and a checkpoint, each assumed twice
+    as long as the longest so far: `margin`. As long as no checkpoint has been committed, it counts as a tenth of the
+    time there was, or 60 s if that is less.
     """
 
     def __init__(self, limit: float | None, environment: Mapping[str, str]) -> None:

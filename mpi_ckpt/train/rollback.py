@@ -55,26 +55,27 @@ def roll_back(job: Job, trip: Trip) -> None:
     """**Collective.** Back to an older step of the run, as `--on-spike` says. Raises Diverged where that is no help."""
     with job.watchdog.engine():
         job.checkpointer.wait_until_finished()
-        _check_allowed(job, trip)
-        action = job.options.on_spike
-        intention = Intention(
-            step=trip.step,
-            reason=trip.reason,
-            action=action,
-            target=choose_target(job.checkpointer.all_steps(), job.guard.target),
-            stop=trip.stop,
-            lr_scale=job.progress["lr_scale"] * (LOWER if action == "lower-lr" else 1.0),
-            rollbacks=job.guard.rollbacks + 1,
-            skip=job.guard.skip,
-        )
-        path = job.plan.run_dir / INTENTION_FILE
-        job.council.share(lambda: atomic.write_file(path, json.dumps(dataclasses.asdict(intention))))
-        carry_out(job, intention)
+    _check_allowed(job, trip)
+    action = job.options.on_spike
+    intention = Intention(
+        step=trip.step,
+        reason=trip.reason,
+        action=action,
+        target=choose_target(job.checkpointer.all_steps(), job.guard.target),
+        stop=trip.stop,
+        lr_scale=job.progress["lr_scale"] * (LOWER if action == "lower-lr" else 1.0),
+        rollbacks=job.guard.rollbacks + 1,
+        skip=job.guard.skip,
+    )
+    path = job.plan.run_dir / INTENTION_FILE
+    job.council.share(lambda: atomic.write_file(path, json.dumps(dataclasses.asdict(intention))))
+    carry_out(job, intention)
 
 
 def carry_out(job: Job, intention: Intention) -> int:
     """**Collective.** Everything after the intention; returns the step after which training goes on."""
-    job.checkpointer.discard_after(intention.target)
+    with job.watchdog.engine():
+        job.checkpointer.discard_after(intention.target)
     found = job.restore()
     if found is None:  # nothing was committed yet: from the beginning
         job.trainer = job.build()
@@ -86,8 +87,9 @@ def carry_out(job: Job, intention: Intention) -> int:
         job.guard.skip = merged(intention.skip, job.progress["cursor"], intention.stop)
     job.progress["lr_scale"] = intention.lr_scale
     about = job.about(dict(found.manifest.metrics) if found else {})
-    job.checkpointer.save(step, job.trainer.state, overwrite=found is not None, **about)
-    job.checkpointer.wait_until_finished()
+    with job.watchdog.engine():
+        job.checkpointer.save(step, job.trainer.state, overwrite=found is not None, **about)
+        job.checkpointer.wait_until_finished()
 
     names = {"target": step, "reason": intention.reason, "action": intention.action}
     skipped = [list(interval) for interval in job.guard.skip]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.checkpoint import steps as step_directories
+from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.train.config import ConfigError, Options, Settings, resolve
 from mpi_ckpt.train.data import DataIdentity
@@ -36,26 +38,38 @@ class Plan:
 
 
 def choose_directory(options: Options) -> Path:
-    """**Local.** The run's directory, made if need be; a new `runs/<time>` when none was named."""
+    """**Local.** The run's directory, which need not be there yet; a new `runs/<time>` when none was named."""
     if options.run_dir is not None:
         run_dir = Path(options.run_dir)
         if run_dir.exists() and not run_dir.is_dir():
-            raise ConfigError("run_dir is not a directory", path=run_dir, found="a file", expected="a directory")
-        atomic.make_dir(run_dir)
+            found, expected = "a file", "a directory"
+            raise ConfigError(
+                "run_dir is not a directory", path=run_dir, found=found, expected=expected, action="Name another one."
+            )
         return run_dir
     stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     run_dir, attempt = stem, 1
     while run_dir.exists():
         attempt += 1
         run_dir = stem.with_name(f"{stem.name}-{attempt}")
-    atomic.make_dir(run_dir)
     return run_dir
 
 
-def plan_launch(run_dir: Path, explicit: dict[str, Any], steps: int | None, options: Options, ranks: int) -> Plan:
-    """**Local.** What to do in `run_dir`. Raises ConfigError when the request and what lies there do not agree."""
+def plan_launch(
+    run_dir: Path,
+    explicit: dict[str, Any],
+    steps: int | None,
+    options: Options,
+    ranks: int,
+    on_nodes: Sequence[int] = (),
+) -> Plan:
+    """**Local.** What to do in `run_dir`; `on_nodes` are the steps that lie on nodes, wherever else.
+
+    Raises ConfigError when the request and what lies there do not agree.
+    """
     stored = _read(run_dir)
-    committed = names.list_steps(run_dir / CHECKPOINTS)
+    _check_no_bare_steps(run_dir)
+    committed = sorted({*on_nodes, *Tiers(run_dir / CHECKPOINTS, options.remote).list_steps()})
     anything = committed or step_directories.list_set_aside(run_dir / CHECKPOINTS)
     if options.resume == "never" and (stored or anything):
         raise ConfigError(
@@ -74,9 +88,10 @@ def plan_launch(run_dir: Path, explicit: dict[str, Any], steps: int | None, opti
             action="Restore it from a copy of the run's directory, or start a new run in another one.",
         )
     _check_resume_step(run_dir, committed, options)
-    settings = resolve(explicit, stored.settings if stored and anything else None, ranks)
-    total = steps or (stored.steps if stored and anything else DEFAULT_STEPS)
-    if not anything:
+    _check_steps(run_dir, committed, steps, options)
+    settings = resolve(explicit, stored.settings if stored else None, ranks)
+    total = steps or (stored.steps if stored else DEFAULT_STEPS)
+    if stored is None:
         settings = settings.completed(total, evaluates=options.eval_every is not None)
     elif options.eval_every and not settings.eval_samples:
         raise ConfigError(
@@ -91,10 +106,36 @@ def plan_launch(run_dir: Path, explicit: dict[str, Any], steps: int | None, opti
         settings=settings,
         steps=total,
         fresh=not anything,
-        stored_data=stored.data if stored and anything else None,
+        stored_data=stored.data if stored else None,
         resume_from=options.resume_step,
         last_step=min(total, options.stop_at or total),
     )
+
+
+def _check_no_bare_steps(run_dir: Path) -> None:
+    """What `import` or `reshard` wrote may lie here, where no launch would look for it."""
+    bare = names.list_steps(run_dir)
+    if bare:
+        raise ConfigError(
+            "the directory is a root of checkpoints, not a run's directory",
+            path=run_dir,
+            found=f"step {bare[-1]} directly in it",
+            expected=f"steps in {CHECKPOINTS}/ below it, and {RUN_FILE}",
+            action="Name the directory above, or another one. (An imported model has no optimizer state.)",
+        )
+
+
+def _check_steps(run_dir: Path, committed: list[int], steps: int | None, options: Options) -> None:
+    """A run may be made longer, and shorter as long as it is not beyond the new end."""
+    reached = options.resume_step or max(committed, default=0)
+    if steps is not None and steps < reached:
+        raise ConfigError(
+            "the run is beyond --steps already",
+            path=run_dir / CHECKPOINTS,
+            found=f"--steps {steps}, and step {reached} is committed",
+            expected=f"at least {reached}",
+            action="Leave --steps out; to go back, --resume STEP --discard-later.",
+        )
 
 
 def _check_resume_step(run_dir: Path, committed: list[int], options: Options) -> None:
@@ -154,5 +195,5 @@ def store(plan: Plan, data: DataIdentity) -> None:
         "steps": plan.steps,
         "data": dataclasses.asdict(plan.stored_data or data),
     }
-    if stored is None or plan.fresh or stored.steps != plan.steps:
+    if stored is None or stored.steps != plan.steps:
         atomic.write_file(plan.run_dir / RUN_FILE, (json.dumps(document, indent=2) + "\n").encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from mpi_ckpt.errors import (
     CorruptShard,
+    ExplainedError,
     InvalidManifest,
     LayoutMismatch,
     MissingShard,
@@ -22,7 +23,7 @@ from mpi_ckpt.train.config import ConfigError
 from mpi_ckpt.train.guard import Diverged
 
 FINISHED = 0  # the run is complete, or --stop-at was reached
-FAILED = 1  # anything without a status of its own: a full disk, a lost rank; the message says what
+FAILED = 1  # anything without a status of its own: a full disk, a lock; the message says what
 USAGE = 2  # the command line, or what contradicts the stored run (also its number of ranks); will fail again
 DIVERGED = 73  # more rollbacks than --max-rollbacks allows, or --on-spike stop
 PREEMPTED = 75  # asked to leave, checkpoint committed: launch the same line again
@@ -30,13 +31,15 @@ HUNG = 77  # no progress, or no word from a rank, for --hang-timeout; launch the
 DAMAGED = 79  # a checkpoint is damaged or incomplete and may not be replaced by an older one
 
 _OF = (  # the first that fits
-    ((ConfigError, MeshError, WorldSizeMismatch, UnknownSchema), USAGE),
+    ((ConfigError, MeshError, WorldSizeMismatch, LayoutMismatch, UnknownSchema), USAGE),
     (Diverged, DIVERGED),
     (RankSilent, HUNG),
-    ((CorruptShard, MissingShard, InvalidManifest, NoCheckpoint, LayoutMismatch), DAMAGED),
+    ((CorruptShard, MissingShard, InvalidManifest, NoCheckpoint), DAMAGED),
 )
 
 
 def of(error: BaseException) -> int:
     """The status of a launch that ends with `error`."""
+    if isinstance(error, ExplainedError) and error.silent:
+        return HUNG
     return next((status for classes, status in _OF if isinstance(error, classes)), FAILED)

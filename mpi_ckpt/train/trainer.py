@@ -88,16 +88,16 @@ class Trainer:
         loss_sum = self._accumulate(tokens, targets)
         return self.optimizer.reduce_gradients(tokens.size, loss_sum)
 
-    def update(self, gradient: GradientSummary) -> StepResult:
+    def update(self, gradient: GradientSummary, lr_factor: float = 1.0) -> StepResult:
         """**Collective.** The second half: clip, AdamW on my shard, all parameters to all ranks; progress advances.
 
         Clipping scales the mean gradient to the norm `clip_norm` where it is longer (Pascanu et al., arXiv:1211.5063,
-        algorithm 1); a gradient within it keeps its bits.
+        algorithm 1); a gradient within it keeps its bits. `lr_factor` is for this step alone.
         """
         settings, optimizer, progress = self.settings, self.optimizer, self.state["progress"]
         progress["step"] += 1
         progress["cursor"] += settings.global_batch
-        lr = learning_rate(settings, progress["step"]) * progress["lr_scale"]
+        lr = learning_rate(settings, progress["step"]) * progress["lr_scale"] * lr_factor
         too_long = 0 < settings.clip_norm < gradient.grad_norm
         clip = settings.clip_norm / gradient.grad_norm if too_long else 1.0
         optimizer.apply(lr, clip / gradient.tokens)

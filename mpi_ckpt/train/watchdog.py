@@ -2,7 +2,9 @@
 
 Two timers run beside Python and need none of it, so that they go off also while a rank spins inside a C function and
 holds the GIL: one of `faulthandler` writes the stacks to stderr; one of POSIX then calls `_exit(HUNG)`, and the
-launcher ends the other ranks. A thread winds both up again as long as the main thread reports progress (`beat`).
+launcher ends the other ranks. A thread winds both up again as long as the main thread reports progress (`beat`). Where
+that thread still runs, it ends the job between the two, by MPI_Abort: only of that do all launchers pass the status on
+(hydra may report the 9 of a rank that it had to kill after an `_exit`).
 
 In a save or restore, which may take longer than any timeout, there is no step to count: the main thread says when it
 is in one (`engine`), and there progress is processor time. Whoever writes, reads or hashes uses it, and so does a rank
@@ -19,8 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+from mpi_ckpt.comm.abort import abort
 from mpi_ckpt.train import status
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _LOOKS = 10  # at the progress in one timeout: it goes off a tenth late at most
 _TO_WRITE = 1.0  # seconds between the stacks and the end
@@ -28,10 +35,10 @@ _BUSY = 0.002  # seconds of processor time a second, at least, of a process that
 
 
 class Watchdog:
-    """**Local.** Watches this process for `timeout` seconds without a `beat`; 0 watches nothing."""
+    """**Local.** Watches this process of `comm` for `timeout` seconds without a `beat`; 0 watches nothing."""
 
-    def __init__(self, timeout: float, rank: int) -> None:
-        self._timeout, self._rank = timeout, rank
+    def __init__(self, timeout: float, comm: MPI.Comm) -> None:
+        self._timeout, self._comm = timeout, comm
         self.on_hang: Callable[[float], None] | None = None  # is told of the seconds, if Python still runs then
         self._beats = 0
         self._in_engine = False
@@ -80,11 +87,14 @@ class Watchdog:
                 still += 1
             if still == _LOOKS - 1:
                 self._report()
+            if still == _LOOKS:
+                time.sleep(_TO_WRITE / 2)  # the stacks are being written
+                abort(self._comm, status.HUNG)
 
     def _report(self) -> None:
         sys.stderr.write(
-            f"[rank {self._rank}] hang: no progress for {self._timeout:g} s; the stacks of its threads follow, then "
-            f"the job ends with status {status.HUNG}\n"
+            f"[rank {self._comm.Get_rank()}] hang: no progress for {self._timeout:g} s; the stacks of its threads "
+            f"follow, then the job ends with status {status.HUNG}\n"
         )
         sys.stderr.flush()
         if self.on_hang is not None:

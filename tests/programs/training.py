@@ -1,6 +1,7 @@
 """The training program with something added that happens to real jobs.
 
 python -m tests.programs.training spin STEP RANK -- FLAGS...        a rank that spins and holds the GIL
+python -m tests.programs.training freeze STEP RANK -- FLAGS...      a rank whose node stops before the decision to save
 python -m tests.programs.training skew RANK SECONDS -- FLAGS...     a rank whose clocks are off
 python -m tests.programs.training stages FILE -- FLAGS...           rank 0's durable operations of the last rollback
 python -m tests.programs.training die RANK STAGE -- FLAGS...        SIGKILL before the first durable operation that
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from mpi_ckpt.checkpoint.checkpointer import Checkpointer
 from mpi_ckpt.train.__main__ import main
 from mpi_ckpt.train.trainer import Trainer
 from tests.programs.faults import DURABLE, Operation, watched
@@ -38,6 +40,17 @@ def spin(step: int, rank: int) -> None:
         return genuine(self)
 
     Trainer.gradients = gradients
+
+
+def freeze(step: int, rank: int) -> None:
+    genuine = Checkpointer.due
+
+    def due(self: Checkpointer, asked: int):
+        if rank == RANK and asked == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return genuine(self, asked)
+
+    Checkpointer.due = due
 
 
 def skew(rank: int, seconds: float) -> None:
@@ -77,6 +90,8 @@ def run() -> None:
     rollbacks = Rollbacks(arguments[1] if what == "die" and int(arguments[0]) == RANK else None)
     if what == "spin":
         spin(*map(int, arguments))
+    elif what == "freeze":
+        freeze(*map(int, arguments))
     elif what == "skew":
         skew(int(arguments[0]), float(arguments[1]))
     try:

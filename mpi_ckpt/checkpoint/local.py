@@ -1,0 +1,86 @@
+"""What a checkpointer does with its node-local tier: save, restore, list and discard, and count the run's saves.
+
+Every save goes to the nodes, so that they always have the newest step, whole or to be made whole. Each
+`shared_every`-th goes to the shared tier *as well*, not instead: so the loss of a node never costs more than the time
+since the last save, and a loss beyond the scheme that since the last `shared_every` saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from mpi_ckpt.checkpoint import local_commit, local_rotation, steps
+from mpi_ckpt.checkpoint.commit import Request, Written, step_exists
+from mpi_ckpt.checkpoint.events import Event
+from mpi_ckpt.checkpoint.local_commit import Prepared
+from mpi_ckpt.checkpoint.local_restore import Restoring, restore_nearest
+from mpi_ckpt.checkpoint.local_tier import LocalTier, Options
+from mpi_ckpt.checkpoint.restore import Opened, Template
+from mpi_ckpt.checkpoint.restore import Options as RestoreOptions
+from mpi_ckpt.checkpoint.snapshot import Snapshot
+from mpi_ckpt.checkpoint.tiers import Tiers
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.errors import SaveFailed
+
+
+class Local:
+    """The node-local tier of one launch. `saves`: those of the run that have committed so far, over its launches."""
+
+    def __init__(self, council: Council, options: Options, launch_id: str, on_event: Callable[[Event], None]) -> None:
+        """**Collective.** See LocalTier."""
+        self._tier = LocalTier(council, options, launch_id)
+        self._on_event = on_event
+        self.saves = max((copy.save_count for copy, _ in self._tier.agree(council).latest.values()), default=0)
+
+    def release(self) -> None:
+        """**Local.** Let the next launch in; again does nothing."""
+        self._tier.release()
+
+    def check_new(self, step: int, overwrite: bool) -> None:
+        """**Local.** Raise StepExists where this node has the step."""
+        if self._tier.leads and not overwrite and steps.is_committed(self._tier.directory(step)):
+            raise step_exists(self._tier.root, step)
+
+    def prepare(self, council: Council, request: Request, snapshot: Snapshot) -> Prepared:
+        """**Collective.** See local_commit."""
+        return local_commit.prepare(council, self._tier, request, snapshot)
+
+    def finish(self, council: Council, snapshot: Snapshot, prepared: Prepared, written: Callable[[], Written]) -> float:
+        """**Collective.** Commit on all nodes; see local_commit."""
+        return local_commit.finish(council, self._tier, snapshot, prepared, written)
+
+    def after_commit(self, council: Council, request: Request) -> None:
+        """**Collective.** Count the save, which is reported by now, and delete from the nodes what it pushes out."""
+        self.saves = request.save_count
+        local_rotation.rotate(council, self._tier, self._on_event)
+
+    def goes_further(self, request: Request) -> bool:
+        """Whether this save is one for the shared tier as well."""
+        # What is saved again may lie in the shared tier, where the old one must not outlive the new.
+        return request.shared or request.overwrite or request.save_count % self._tier.shared_every == 0
+
+    @contextlib.contextmanager
+    def naming_what_is_there(self, request: Request) -> Iterator[None]:
+        """A save that fails in the shared tier stays on the nodes: the error says so."""
+        try:
+            yield
+        except SaveFailed as error:
+            error.what = f"step {request.step} is on the nodes, but not in the shared tier: {error.what}"
+            raise
+
+    def restore(self, council: Council, tiers: Tiers, template: Template, options: RestoreOptions) -> Opened | None:
+        """**Collective.** See local_restore."""
+        opened = restore_nearest(Restoring(council, self._tier, tiers, template, options, self._on_event))
+        if opened is not None:  # a run whose nodes are all new counts on from the shared tier
+            self.saves = max(self.saves, opened.manifest.save_count)
+        return opened
+
+    def steps(self, council: Council) -> list[int]:
+        """**Collective.** The steps that are committed on the nodes, ascending."""
+        return sorted(self._tier.agree(council).latest)
+
+    def discard_after(self, council: Council, step: int) -> list[int]:
+        """**Collective.** Delete later steps from the nodes, the highest first; those that are gone."""
+        later = [found for found in reversed(self.steps(council)) if found > step]
+        return local_rotation.delete(council, self._tier, later) if later else []

@@ -1,0 +1,153 @@
+"""What the second tier keeps, misses and holds too much: decisions over a listing, each done by a thin function."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpi_ckpt.checkpoint import retention, steps
+from mpi_ckpt.comm.threads import threads_may_communicate
+from mpi_ckpt.errors import CheckpointError, InvalidManifest, MissingShard, NoCheckpoint, RemoteFailed, RemoteRefused
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
+from mpi_ckpt.storage.object_store import ObjectStore, open_store
+from mpi_ckpt.storage.remote_steps import is_uploaded, list_remote, remote_step, retire
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where uploads go, and how. See `Checkpointer`."""
+
+    url: str
+    local: retention.Policy  # as many steps may wait as it keeps
+    keep: int | None = None  # remote steps
+    bandwidth: float | None = None  # bytes a second and rank
+    nice: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ValueError(f"remote_keep: found {self.keep!r}, expected an int of 1 or more, or None")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ValueError(f"remote_bandwidth: found {self.bandwidth!r}, expected bytes a second, or None")
+
+    @property
+    def policy(self) -> retention.Policy:
+        """What stays in the remote tier."""
+        return retention.Policy(keep=self.keep, keep_every=self.local.keep_every)
+
+
+def check_threads(url: str) -> None:
+    """**Local.** Raise RemoteRefused where this process can never upload: for want of threads, or of the client."""
+    if not threads_may_communicate():
+        raise RemoteRefused(
+            "uploads need an MPI library that lets threads communicate",
+            found="less than MPI_THREAD_MULTIPLE",
+            expected="MPI_THREAD_MULTIPLE",
+            action="Leave `remote` out and upload with `python -m mpi_ckpt push`, or use an MPI that grants it.",
+        )
+    open_store(url)
+
+
+def check(url: str) -> None:
+    """**Local.** Raise RemoteRefused where address, package, credentials or bucket are wrong.
+
+    A store that does not answer is logged: it may be back before it is needed.
+    """
+    try:
+        open_store(url).check()
+    except RemoteRefused:
+        raise
+    except RemoteFailed as error:
+        logger.warning("the remote tier does not answer now: %s", error)
+
+
+def local_manifest(root: Path, step: int) -> ShardManifest | None:
+    """**Local.** The manifest of a step below `root`; None where there is none, or none that can be read."""
+    try:
+        return read_manifest(names.step_dir(root, step))
+    except (NoCheckpoint, InvalidManifest):
+        return None
+
+
+def check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
+    """**Local.** Raise MissingShard unless every shard of the save lies in the store, at its size."""
+    listed = list_remote(store, manifest.step).get(manifest.step)
+    place = remote_step(store, manifest)
+    for shard in manifest.shards:
+        file = place / shard.path
+        nbytes = listed.shards.get(file.key) if listed else None
+        if nbytes != shard.nbytes:
+            raise MissingShard(
+                "a shard that was uploaded is not in the store",
+                path=file,
+                rank=shard.rank,
+                found="no object" if nbytes is None else f"{nbytes} bytes",
+                expected=f"{shard.nbytes} bytes",
+                action="See whether something else deletes from there.",
+            )
+
+
+def unfinished(store: ObjectStore, root: Path) -> list[int]:
+    """**Local.** The local steps that an earlier launch did not get to upload; leftovers of others are deleted.
+
+    Those are the steps after the newest one in the store, and those that were saved again since. Raises RemoteFailed.
+    """
+    listed = list_remote(store)
+    newest = max((step for step, found in listed.items() if found.committed), default=-1)
+    missing = []
+    for step in names.list_steps(root):
+        there = step in listed and listed[step].committed
+        try:
+            if step > newest or (there and not is_uploaded(store, read_manifest(names.step_dir(root, step)))):
+                missing.append(step)
+        except (NoCheckpoint, InvalidManifest) as error:  # pruned at this moment, or not for others to have
+            logger.warning("step %d is not uploaded: %s", step, error)
+    for step, found in listed.items():
+        if not found.committed and step not in missing:
+            retire(store, step, found)
+    return missing
+
+
+def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retention.Policy) -> None:
+    """**Local.** After a step's upload manifest is there: delete what it has replaced, and what the policy lets go.
+
+    What cannot be deleted is logged and left. Steps that are pinned below `root` stay.
+    """
+    try:
+        listed = list_remote(store)
+        if manifest.step in listed:
+            mine = f"{names.step_name(manifest.step)}/{manifest.save_id}/"
+            store.delete([key for key in listed[manifest.step].shards if not key.startswith(mine)])
+        committed = [step for step, found in listed.items() if found.committed]
+        pinned = frozenset(step for step in committed if steps.is_pinned(names.step_dir(root, step)))
+        for step in retention.choose(committed, policy, held=pinned):
+            retire(store, step, listed[step])
+        if committed and committed[-1] > manifest.step:
+            text = "step %d is uploaded while step %d is there, which a restart would take: see `discard_after`"
+            logger.warning(text, manifest.step, committed[-1])
+    except CheckpointError as error:
+        logger.warning("cannot delete from the remote tier, going on: %s", error)
+
+
+def clean(store: ObjectStore, step: int) -> None:
+    """**Local.** Delete what has arrived of a step that will not be committed. What cannot be deleted is logged."""
+    try:
+        for found in list_remote(store, step).values():
+            if not found.committed:
+                retire(store, step, found)
+    except RemoteFailed as error:
+        logger.warning("cannot delete from the remote tier, going on: %s", error)
+
+
+def discard_after(store: ObjectStore, step: int) -> list[int]:
+    """**Local.** Delete every step after `step` from the store, the highest first; the committed ones among them.
+
+    Raises RemoteFailed.
+    """
+    later = {s: found for s, found in reversed(list_remote(store).items()) if s > step}
+    for s, found in later.items():
+        retire(store, s, found)
+    return [s for s, found in later.items() if found.committed]

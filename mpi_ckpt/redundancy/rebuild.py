@@ -1,0 +1,105 @@
+"""After a loss: every rank's files on its own node again, from what the nodes still hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.errors import CorruptShard
+from mpi_ckpt.redundancy.descriptor import ParityPiece, write_descriptor
+from mpi_ckpt.redundancy.files import Files
+from mpi_ckpt.redundancy.planner import DATA, PARITY
+from mpi_ckpt.redundancy.protect import SLOW_DISK, Runner, duplicate, undone
+from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Report, Vote, plan_recovery, speakers
+from mpi_ckpt.redundancy.survey import Found
+from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.shard_check import hash_file
+
+
+def rebuild(council: Council, directory: Path, found: Found, domain: str, *, save_id: str) -> Report:
+    """**Collective.** Bring the files of each rank of the save into the `directory` of the node it now runs on.
+
+    `found` is what `survey` saw there; `domain` the failure domain of this rank, by any name. A file that lies on
+    another node is sent from there, one that lies on none is made again by the group's scheme, parity too; descriptors
+    name the present domains. Data are compared by sha256 before they get their name. Works for any number of ranks
+    (`recovery`); copies that lie elsewhere are left there.
+
+    Raises, the same on all ranks, LostBeyondScheme when the scheme cannot give a file back; CorruptShard when a file
+    that was made again is not what was saved, because another one is damaged: then `survey` with `verify`;
+    CheckpointError when a disk fails. No new file is left then.
+    """
+    directory = Path(directory)
+    place = Place(domain, str(directory))
+    telling = council.agree(lambda: place, speakers)
+    vote = Vote(place, found if council.rank in telling else Found(damaged=found.damaged))
+    plan = council.agree(lambda: vote, lambda votes: plan_recovery(votes, save_id))
+    mine = {key: directory / plan.names[key] for key, host in plan.targets.items() if host == council.rank}
+    written: dict[FileKey, tuple[ParityPiece, ...]] = {}
+    extra_time = 2 * sum(map(plan.nbytes, plan.targets)) / SLOW_DISK
+    council.everywhere(lambda: atomic.make_dir(directory) if mine else None)
+    with undone(*map(names.tmp, mine.values())):
+        with duplicate(council) as run:
+            council.agree(
+                lambda: written.update(_write(run, plan, mine, directory)), lambda _: None, extra_time=extra_time
+            )
+        council.agree(lambda: _publish(plan, mine, written, _hosted(plan, council), found, directory), lambda _: None)
+    return plan.report
+
+
+def _write(
+    run: Runner, plan: Recovery, mine: dict[FileKey, Path], directory: Path
+) -> dict[FileKey, tuple[ParityPiece, ...]]:
+    """Take part in the exchange; this rank's files are durable and verified under their temporary names then."""
+    targets = {key: names.tmp(path) for key, path in mine.items()}
+    with Files({key: directory / name for key, name in plan.names.items()}, targets) as files:
+        run(plan.combinations, files)
+        pieces = files.finish({key: plan.nbytes(key) for key in targets})
+    for key, path in targets.items():
+        _verify(plan, key, path, pieces[key])
+    return pieces
+
+
+def _verify(plan: Recovery, key: FileKey, path: Path, pieces: tuple[ParityPiece, ...]) -> None:
+    """Data are read back and compared with what was saved, parity that was moved with what was sent."""
+    found: object
+    expected: object
+    if key.kind == DATA:
+        found, expected = hash_file(path)[0], plan.groups[key.group].members[key.member].sha256
+    else:
+        found, expected = pieces, plan.parity.get(key, pieces)
+    if found != expected:
+        raise CorruptShard(
+            "a file that redundancy gave back is not what was saved",
+            path=names.published(path),
+            rank=plan.groups[key.group].members[key.member].rank,
+            found=f"sha256 {found}" if key.kind == DATA else found,
+            expected=f"sha256 {expected}" if key.kind == DATA else expected,
+            action="A file that it was made from is damaged: find it by `verify`, and repair again without it.",
+        )
+
+
+def _hosted(plan: Recovery, council: Council) -> list[tuple[int, int]]:
+    """Group and place of each member whose files this rank looks after."""
+    return [
+        (index, place)
+        for index, group in enumerate(plan.groups)
+        for place, rank in enumerate(group.ranks)
+        if rank % council.size == council.rank
+    ]
+
+
+def _publish(
+    plan: Recovery,
+    mine: dict[FileKey, Path],
+    written: dict[FileKey, tuple[ParityPiece, ...]],
+    hosted: list[tuple[int, int]],
+    found: Found,
+    directory: Path,
+) -> None:
+    for path in mine.values():
+        atomic.publish(names.tmp(path), path)
+    for index, place in hosted:
+        key = FileKey(index, place, PARITY)
+        descriptor = plan.groups[index].at(place, written.get(key, plan.parity.get(key, ())))
+        if descriptor not in found.descriptors:
+            write_descriptor(directory, descriptor)

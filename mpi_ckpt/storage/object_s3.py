@@ -1,0 +1,161 @@
+"""An S3 bucket as a store of objects, spoken to by `obstore`: signing, parts and retries are the client's work.
+
+Credentials, region and endpoint come from its standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_REGION, AWS_ENDPOINT_URL, ...) and go nowhere else. Each request is signed with the sha256 of its body, so a server
+takes no bytes that changed on their way. What is read nobody checks: that is left to the digests of the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from mpi_ckpt.errors import RemoteFailed, RemoteRefused
+
+_PART = 5 << 20  # bytes: the least that S3 takes for a part that is not the last
+_MOST_PARTS = 10_000
+_AT_ONCE = 4  # parts on their way: memory is one part more than this
+_PATIENT = {  # with bytes that would have to be sent again
+    "max_retries": 7,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2},
+}
+_BRISK = {  # where somebody waits to hear whether the store is there at all
+    "max_retries": 3,
+    "retry_timeout": timedelta(seconds=20),
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+}
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+_REFUSALS = ("NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Missing", "403 Forbidden")
+
+
+class S3Objects:
+    """See ObjectStore. The version of an object is its ETag."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        """**Local.** Raises RemoteRefused where `obstore` is missing or the environment is not complete."""
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._client = _client()
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        options: dict[str, Any] = {"timeout": "60s"}
+        if endpoint.startswith("http://"):  # a server in the same rack, or a test's
+            options["allow_http"] = True
+
+        def connect(retries: dict[str, Any]) -> Any:
+            store = self._client.store.S3Store
+            return store(bucket, prefix=prefix or None, client_options=options, retry_config=retries)
+
+        with self._explained():
+            self._store, self._brisk = connect(_PATIENT), connect(_BRISK)
+
+    def check(self) -> None:
+        """One page of a listing needs the credentials, the bucket and the endpoint to be right."""
+        with self._explained():
+            next(iter(self._client.list(self._brisk, chunk_size=1)), None)
+
+    def put_stream(self, key: str, pieces: Iterable[np.ndarray], nbytes: int) -> None:
+        """See ObjectStore."""
+        part = max(_PART, -(-nbytes // _MOST_PARTS))
+        copies = (bytes(piece) for piece in pieces)  # the client holds on to what it was given
+        with self._explained(key):
+            self._client.put(self._store, key, copies, use_multipart=True, chunk_size=part, max_concurrency=_AT_ONCE)
+
+    def put(self, key: str, data: bytes, replaces: str | None = None) -> bool:
+        """See ObjectStore."""
+        mode = "create" if replaces is None else {"e_tag": replaces}
+        errors = self._client.exceptions
+        with self._explained(key):
+            try:
+                self._client.put(self._store, key, data, mode=mode)
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                return False
+        return True
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """See ObjectStore."""
+        with self._explained(key):
+            try:
+                found = self._client.get(self._store, key)
+                return bytes(found.bytes()), found.meta["e_tag"]
+            except FileNotFoundError:
+                return None
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes | None:
+        """See ObjectStore."""
+        if not nbytes:
+            return b""
+        with self._explained(key):
+            try:
+                return bytes(self._client.get_range(self._store, key, start=offset, length=nbytes))
+            except FileNotFoundError:
+                return None
+
+    def size(self, key: str) -> int | None:
+        """See ObjectStore."""
+        with self._explained(key):
+            try:
+                return int(self._client.head(self._store, key)["size"])
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """See ObjectStore."""
+        with self._explained(prefix):
+            pages = self._client.list(self._brisk, prefix or None)
+            return {entry["path"]: entry["size"] for page in pages for entry in page}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See ObjectStore."""
+        if keys:
+            with self._explained(keys[0]):
+                self._client.delete(self._store, [*keys])
+
+    @contextlib.contextmanager
+    def _explained(self, key: str = "") -> Iterator[None]:
+        """The client's errors as ours: in one line, with what to do, and without a word of the credentials."""
+        try:
+            yield
+        except (self._client.exceptions.BaseError, FileNotFoundError) as error:
+            found = _in_a_line(str(error))
+            refused = any(word in found for word in _REFUSALS)
+            raise (RemoteRefused if refused else RemoteFailed)(
+                "the object store refuses" if refused else "the object store does not do what was asked",
+                path=f"{self.url}/{key}" if key else self.url,
+                found=found,
+                expected="success",
+                action="Look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and the bucket."
+                if refused
+                else "See whether the endpoint (AWS_ENDPOINT_URL) answers from this node.",
+            ) from None  # its text holds more than may be logged
+
+
+def _client() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError:
+        raise RemoteRefused(
+            "a remote tier in S3 needs the package obstore, which is not installed",
+            found="no module obstore",
+            expected="the extra `s3`",
+            action="pip install 'mpi_ckpt[s3]'",
+        ) from None
+    return obstore
+
+
+def _in_a_line(text: str) -> str:
+    """The first line of an error, the server's code and message, and none of the secrets in the environment."""
+    line = text.partition("\n\nDebug source")[0]
+    said = ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)<", line))
+    line = " ".join(filter(None, [line.partition("<?xml")[0].strip().rstrip(":"), said and f"({said})"]))
+    for name in _SECRETS:
+        if secret := os.environ.get(name):
+            line = line.replace(secret, f"<{name}>")
+    return " ".join(line.split())[:500]

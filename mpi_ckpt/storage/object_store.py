@@ -1,0 +1,88 @@
+"""The one small interface to a store of objects: a key, its bytes, put whole or not at all.
+
+    s3://bucket/prefix   any S3, by the client `obstore` (extra `s3`), with the standard environment of S3 clients
+    file:///directory    a directory, with every byte and name made durable
+
+No object is ever half there: what is read under a key is what one `put` put there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from mpi_ckpt.errors import RemoteRefused
+
+
+class ObjectStore(Protocol):
+    """Keys are relative to `url`, with '/' between their parts. Everything raises RemoteFailed, and is **Local.**
+
+    Methods may be called by several threads. What may pass by itself, an answer 503 or a dropped connection, was tried
+    again, with growing pauses, before it is raised; RemoteRefused is what only the user can change.
+    """
+
+    url: str
+
+    def check(self) -> None:
+        """Raise RemoteRefused where credentials, bucket or address are wrong."""
+
+    def put_stream(self, key: str, pieces: Iterable[np.ndarray], nbytes: int) -> None:
+        """An object of about `nbytes`, sent in parts and in constant memory.
+
+        A piece (uint8) need stay as it is only until the next is taken. What taking one raises comes out as it is, and
+        no object is there.
+        """
+
+    def put(self, key: str, data: bytes, replaces: str | None = None) -> bool:
+        """A small object: a new one, or in the place of the version `replaces`.
+
+        False, and nothing is changed, where the key holds another object than that. When an answer is lost that may be
+        the very object that was put: read it back.
+        """
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and its version; None where there is none."""
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes | None:
+        """Bytes of an object, fewer only at its end; None where there is none."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None where there is none."""
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Size of every object whose key begins with the directory `prefix`."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Make the objects go, in any order; it is fine if they are gone."""
+
+
+@functools.lru_cache(maxsize=16)
+def open_store(url: str) -> ObjectStore:
+    """**Local.** The store at `url`; nothing is asked of it yet. Raises RemoteRefused for a URL that names none."""
+    scheme, host, path, query, fragment = urlsplit(url)
+    if query or fragment or "@" in host or any(part in (".", "..") for part in path.split("/")):
+        raise _bad_url(url)
+    if scheme == "s3" and host:
+        from mpi_ckpt.storage.object_s3 import S3Objects  # only here: it needs a package that few have
+
+        return S3Objects(host, path.strip("/"))
+    if scheme == "file" and host in ("", "localhost") and path.strip("/"):
+        from mpi_ckpt.storage.object_directory import DirectoryObjects
+
+        return DirectoryObjects(Path(unquote(path)))
+    raise _bad_url(url)
+
+
+def _bad_url(url: str) -> RemoteRefused:
+    shown = url if "@" not in url else f"{url.partition('://')[0]}://...@..."  # it may hold a password
+    return RemoteRefused(
+        "the remote tier's URL is not one",
+        found=repr(shown),
+        expected="s3://bucket/prefix or file:///directory",
+        action="Give credentials and endpoint in the environment: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...",
+    )

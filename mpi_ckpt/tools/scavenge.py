@@ -1,0 +1,146 @@
+"""`scavenge`: after a dead job, bring what its nodes still hold into the shared directory."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi_ckpt.checkpoint import steps
+from mpi_ckpt.errors import NoCheckpoint, StepExists
+from mpi_ckpt.redundancy.planner import DATA
+from mpi_ckpt.redundancy.recovery import FileKey, LostBeyondScheme, Recovery
+from mpi_ckpt.storage import atomic, lock, names
+from mpi_ckpt.storage.manifest import ShardManifest, read_manifest, write_manifest
+from mpi_ckpt.storage.shard_stream import fetch_shard
+from mpi_ckpt.tools import nodes, status, text
+from mpi_ckpt.tools.locate import new_root
+from mpi_ckpt.tools.progress import Advance, progress
+from mpi_ckpt.tools.writing import check_room, writing
+
+logger = logging.getLogger(__name__)
+
+HELP = "bring what the nodes of a dead job hold into the shared directory"
+DESCRIPTION = """Copy the newest step that the node-local directories --local still give back (or --step) into the
+checkpoints of RUN_DIR, made if need be: shards that lie there are copied, lost or damaged ones made again by the
+redundancy of the others, each compared with its sha256, and the manifest last. A step of which more is lost than its
+scheme covers is named, and the next older one taken. The nodes' directories are only read. The writer's lock of RUN_DIR
+is held meanwhile: beside a running job, scavenge refuses."""
+EXAMPLE = "python -m mpi_ckpt scavenge --local /mnt/node1/ckpt /mnt/node2/ckpt --out runs/demo"
+
+
+@dataclass(frozen=True)
+class Salvaged:
+    """What was done: `copied` and `rebuilt` are file names, none where the step was there; `lost` are newer steps."""
+
+    step: int
+    directory: Path
+    copied: tuple[str, ...]
+    rebuilt: tuple[str, ...]
+    lost: dict[int, str]
+
+
+def scavenge(local: list[Path], root: Path, step: int | None = None, advance: Advance = lambda _: None) -> Salvaged:
+    """**Local.** Commit below `root` the newest step that the nodes' directories give back, or `step`.
+
+    Raises NoCheckpoint, LostBeyondScheme when no step can be had, StepExists, DirectoryInUse, CorruptShard, SaveFailed
+    for want of room, OSError; no file of the step is left then.
+    """
+    committed = nodes.committed_steps(local)
+    wanted = [found for found in reversed(committed) if step in (None, found)]
+    if not wanted:
+        raise NoCheckpoint(
+            "the nodes hold no committed step" if step is None else f"the nodes do not hold step {step}",
+            path=", ".join(map(str, local)),
+            found=f"steps {', '.join(map(str, committed))}" if committed else "no manifest",
+            expected="a step with a manifest on at least one node",
+            action="Name the directory that was `local` on each node that can still be seen.",
+        )
+    lost: dict[int, str] = {}
+    while True:
+        found = wanted.pop(0)
+        sight = nodes.look(local, committed[found])
+        try:
+            plan = Recovery([]) if sight.is_whole else sight.plan()
+        except LostBeyondScheme as error:
+            if not wanted:
+                raise
+            logger.warning("step %d cannot be had: %s", found, error)
+            lost[found] = str(error)
+            continue
+        copied, rebuilt = _commit(sight, plan, root, advance)
+        return Salvaged(found, names.step_dir(root, found), copied, rebuilt, lost)
+
+
+def _commit(
+    sight: nodes.Sight, plan: Recovery, root: Path, advance: Advance
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    manifest = sight.manifest
+    directory = names.step_dir(root, manifest.step)
+    atomic.make_dir(root)
+    with writing(root) as launch_id:
+        if steps.is_committed(directory):
+            _check_same(directory, manifest)
+            return (), ()
+        check_room(root, sum(shard.nbytes for shard in manifest.shards), f"scavenge step {manifest.step}")
+        steps.clean(root)
+        atomic.make_dir(directory)
+        missing = {key: directory / plan.names[key] for key in plan.targets if key.kind == DATA}
+        present = [shard for shard in manifest.shards if shard.path not in {path.name for path in missing.values()}]
+        paths = [directory / shard.path for shard in manifest.shards]
+        try:
+            for shard in present:
+                fetch_shard(sight.where[shard.path], shard, directory / shard.path, advance)
+            _rebuild(sight, plan, missing, advance)
+            lock.check_owner(root, launch_id)
+            write_manifest(directory, manifest)
+        except BaseException:
+            atomic.remove(names.manifest_path(directory), missing_ok=True)
+            atomic.remove(*paths, *map(names.tmp, paths), missing_ok=True)
+            raise
+        steps.remove_unlisted(directory)  # what a restore had set aside there as damaged
+    return tuple(shard.path for shard in present), tuple(path.name for path in missing.values())
+
+
+def _rebuild(sight: nodes.Sight, plan: Recovery, missing: dict[FileKey, Path], advance: Advance) -> None:
+    nodes.make_again(sight, plan, missing, advance)
+    for path in missing.values():
+        atomic.publish(names.tmp(path), path)
+
+
+def _check_same(directory: Path, manifest: ShardManifest) -> None:
+    here = read_manifest(directory)
+    if here.save_id != manifest.save_id:
+        raise StepExists(
+            "another save of the step is committed here already",
+            path=directory,
+            found=f"save {here.save_id} of {here.created}",
+            expected=f"save {manifest.save_id} of {manifest.created}, or nothing",
+            action="Scavenge into another directory.",
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the verb."""
+    parser.add_argument("--local", metavar="DIR", type=Path, nargs="+", required=True, help="the nodes' directories")
+    parser.add_argument("--out", metavar="RUN_DIR", type=Path, required=True, help="a run, or its checkpoints")
+    parser.add_argument("--step", metavar="STEP", type=text.natural, help="a step (default: the newest that is whole)")
+    text.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """**Local.** Scavenge; the exit status."""
+    newest = nodes.committed_steps(arguments.local)
+    total = sum(shard.nbytes for shard in newest[max(newest)].shards) if newest else 0
+    with progress("scavenge", total) as advance:
+        done = scavenge(arguments.local, new_root(arguments.out), arguments.step, advance)
+    if arguments.json:
+        found: dict[str, Any] = {"step": done.step, "directory": str(done.directory)}
+        text.print_json({**found, "copied": done.copied, "rebuilt": done.rebuilt, "lost": done.lost})
+        return status.WELL
+    for step, error in done.lost.items():
+        print(f"step {step} is lost: {error}")
+    print(f"step {done.step} is in {done.directory}: {len(done.copied)} shards copied, {len(done.rebuilt)} made again")
+    return status.WELL

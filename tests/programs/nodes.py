@@ -1,0 +1,89 @@
+"""Saves to the node-local tier, or restores from it, as asked by a JSON document; prints what happened as another.
+
+{"root": ..., "local": ".../{domain}", "domains": ["a", "a", "b"], "redundancy": "xor", "save": [10, 20], "seed": 0,
+ "elements": 100000, "restore": true, "step": null, "overwrite": false, "discard_after": null, "options": {...},
+ "values": true, "kill": [rank, n]}
+
+"kill": that rank kills itself (SIGKILL) in the place of its n-th rename of a manifest; n < 0: right after it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+from mpi_ckpt import Checkpointer, CheckpointError, PerRank, Shard, shard_range
+from mpi_ckpt.comm.abort import abort_on_uncaught_exceptions
+
+
+def state(comm, task: dict, step: int) -> dict:
+    """This rank's part at a step; filled with NaN for a step of -1."""
+    elements, seed = task.get("elements", 100_000), task.get("seed", 0)
+    start, stop = shard_range(elements, comm.size, comm.rank)
+    array = np.full(stop - start, np.nan) if step < 0 else np.arange(start, stop) * 1.5 + step + seed / 1000
+    own = {"rank": PerRank(comm.rank, resize=lambda old, rank, size: rank)} if task.get("values", True) else {}
+    return {"x": Shard(array, start=start, shape=elements), "step": step, **own}
+
+
+def kill_at(rename: int) -> None:
+    """End this process at a rename of a manifest, before it (n) or after it (-n)."""
+    real, count = os.rename, 0
+
+    def counting(source, target) -> None:
+        nonlocal count
+        count += str(target).endswith("manifest.json")
+        if count == rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(source, target)
+        if count == -rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = counting
+
+
+def run(comm, task: dict, events: list) -> dict:
+    found = None
+    options = {"redundancy": task.get("redundancy", "xor"), "timeout": 20.0} | task.get("options", {})
+    domain = task["domains"][comm.rank]
+    if task.get("kill", [None])[0] == comm.rank:
+        kill_at(task["kill"][1])
+    with Checkpointer(
+        task["root"], comm, local=task["local"], domain=domain, on_event=events.append, **options
+    ) as checkpointer:
+        if task.get("restore"):
+            target = state(comm, task, -1)
+            restored = checkpointer.restore(target, task.get("step"), world_size=task.get("world_size", "any"))
+            found = restored and restored.step
+            expected = state(comm, task, -1 if found is None else found)
+            assert np.array_equal(target["x"].array, expected["x"].array, equal_nan=True), "other bits"
+            assert target["step"] == expected["step"]
+        if task.get("discard_after") is not None:
+            checkpointer.discard_after(task["discard_after"])
+        for step in task.get("save", []):
+            checkpointer.save(step, state(comm, task, step), overwrite=task.get("overwrite", False))
+        checkpointer.wait_until_finished()
+        steps = checkpointer.all_steps()
+    return {"restored": found, "steps": steps}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    comm, task, events, error, done = MPI.COMM_WORLD, json.loads(sys.argv[1]), [], None, {}
+    try:
+        done = run(comm, task, events)
+    except CheckpointError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    everyone = comm.gather({**done, "events": events, "error": error})
+    if comm.rank == 0:
+        print(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    abort_on_uncaught_exceptions(MPI.COMM_WORLD)
+    main()

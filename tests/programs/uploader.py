@@ -1,0 +1,67 @@
+"""Saves steps to two tiers, or restores from them, as asked by a JSON document; prints what happened as another.
+
+{"root": ..., "remote": ..., "save": [10, 20], "seed": 0, "elements": 100000, "pause": 0.0, "options": {...},
+ "restore": true, "overwrite": false, "discard_after": null}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from mpi_ckpt import Checkpointer, CheckpointError, PerRank, Shard, shard_range
+from mpi_ckpt.comm.abort import abort_on_uncaught_exceptions
+
+
+def state(comm, elements: int, step: int) -> dict:
+    """This rank's part at a step; filled with NaN for a step of -1."""
+    start, stop = shard_range(elements, comm.size, comm.rank)
+    array = np.full(stop - start, np.nan) if step < 0 else np.arange(start, stop) + step / 1000
+    return {
+        "x": Shard(array, start=start, shape=elements),
+        "step": step,
+        "rank": PerRank(comm.rank, resize=lambda old, rank, size: rank),
+    }
+
+
+def run(comm, task: dict, events: list) -> dict:
+    elements, found = task.get("elements", 100_000), None
+    steps: list[int] = []
+    options = {"keep": 2} | task.get("options", {})
+    with Checkpointer(task["root"], comm, remote=task["remote"], on_event=events.append, **options) as checkpointer:
+        if task.get("restore"):
+            target = state(comm, elements, -1)
+            restored = checkpointer.restore(target, world_size="any")
+            found = restored and restored.step
+            expected = state(comm, elements, -1 if found is None else found + task.get("seed", 0))
+            assert np.array_equal(target["x"].array, expected["x"].array, equal_nan=True), "other bits"
+        if task.get("discard_after") is not None:
+            checkpointer.discard_after(task["discard_after"])
+        for step in task.get("save", []):
+            content = state(comm, elements, step + task.get("seed", 0))
+            checkpointer.save(step, content, overwrite=task.get("overwrite", False))
+            time.sleep(task.get("pause", 0.0))
+        steps = checkpointer.all_steps()
+    return {"restored": found, "steps": steps}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    comm, task, events, error, done = MPI.COMM_WORLD, json.loads(sys.argv[1]), [], None, {}
+    try:
+        done = run(comm, task, events)
+    except CheckpointError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    everyone = comm.gather({**done, "events": events, "error": error})
+    if comm.rank == 0:
+        print(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    abort_on_uncaught_exceptions(MPI.COMM_WORLD)
+    main()

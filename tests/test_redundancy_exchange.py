@@ -1,0 +1,345 @@
+"""Redundancy over MPI, directories for nodes: what is lost comes back bit for bit, or all ranks say that it cannot."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpi_ckpt.comm import exchange as exchange_module
+from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.errors import CheckpointError, CorruptShard, RankSilent, SaveFailed
+from mpi_ckpt.redundancy.descriptor import read_descriptor
+from mpi_ckpt.redundancy.protect import Source, protect
+from mpi_ckpt.redundancy.rebuild import rebuild
+from mpi_ckpt.redundancy.recovery import LostBeyondScheme
+from mpi_ckpt.redundancy.scheme import Scheme
+from mpi_ckpt.redundancy.survey import survey
+from tests.ranks import contents, error_of, same_everywhere
+
+SAVE = "0123456789abcdef"
+MIB = 1 << 20
+
+
+class Nodes:
+    """The nodes of a launch, directories below `root`: `of[rank]` is the node that a rank runs on."""
+
+    def __init__(self, comm, root: Path, of: str, timeout: float = 20.0) -> None:
+        self.comm, self.root, self.of = comm, root, of
+        self.council = Council(comm, timeout)
+        self.domain = of[comm.rank]
+        self.directory = root / self.domain
+
+    def save(self, scheme: str, nbytes: list[int]) -> Path:
+        """**Collective.** Every rank's file of nbytes[rank], protected."""
+        self.directory.mkdir(exist_ok=True)
+        file = self.directory / f"rank{self.comm.rank:05d}.h5"
+        data = np.random.default_rng(self.comm.rank).bytes(nbytes[self.comm.rank])
+        file.write_bytes(data)
+        record = SimpleNamespace(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        found = self.protect(scheme, Source.of_file(file, record))
+        assert read_descriptor(self.directory / f"rank{self.comm.rank:05d}.redundancy.json") == found
+        return file
+
+    def protect(self, scheme: str, source: Source):
+        """**Collective.** The descriptor."""
+        return protect(self.council, Scheme.parse(scheme), self.domain, source, self.directory, save_id=SAVE)
+
+    def lose(self, *nodes: str) -> None:
+        """**Collective.** Nodes die, with all that is on their disks."""
+        self.comm.barrier()
+        for node in nodes if self.comm.rank == 0 else ():
+            shutil.rmtree(self.root / node)
+        self.comm.barrier()
+
+    def contents(self) -> dict[str, str]:
+        """**Collective.** Every file on every node, and its sha256."""
+        self.comm.barrier()
+        found = {name: hashlib.sha256(data).hexdigest() for name, data in contents(self.root).items()}
+        self.comm.barrier()
+        return found
+
+    def rebuild(self, verify: bool = False):
+        """**Collective.** The report, the same on all ranks."""
+        found = survey(self.directory, SAVE, verify=[self.comm.rank] if verify else ())
+        return same_everywhere(self.comm, rebuild(self.council, self.directory, found, self.domain, save_id=SAVE))
+
+
+SIZES = [3 * MIB + 5, 100, 2 * MIB, 3 * MIB + 4096, 0, MIB + 1, 7, 2 * MIB]
+
+
+def lose_as_much_as_it_may_and_then_more(comm, root: Path, scheme: str, of: str, survived: str, fatal: str) -> None:
+    """**Collective.** What the first loss took comes back bit for bit; the second is the same error on all ranks."""
+    nodes = Nodes(comm, root, of)
+    nodes.save(scheme, SIZES)
+    before = nodes.contents()
+    nodes.lose(*survived)
+    report = nodes.rebuild()
+    assert nodes.contents() == before
+    gone = [f"rank{rank:05d}" for rank in range(comm.size) if of[rank] in survived]
+    assert sorted(report.rebuilt) == [f"{name}.h5" for name in gone]
+    assert (report.moved, report.weak) == ((), ())
+    nodes.lose(*fatal)
+    left = nodes.contents()
+    error = error_of(comm, LostBeyondScheme, nodes.rebuild)
+    assert of[error.rank] in fatal
+    assert f"more is lost than {scheme} gives back" in str(error)
+    assert nodes.contents() == left, "a rebuild that cannot be left something behind"
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize(
+    ("scheme", "of", "survived", "fatal"),
+    [
+        ("partner", "abcd", "a", "ac"),
+        ("xor", "abcd", "d", "bd"),
+        ("rs:2+2", "abcd", "ad", "abc"),
+        ("xor", "aabc", "a", "ab"),
+    ],
+)
+def test_four_ranks_lose_what_they_may_and_then_one_more(comm, shared_path, scheme, of, survived, fatal):
+    lose_as_much_as_it_may_and_then_more(comm, shared_path, scheme, of, survived, fatal)
+
+
+@pytest.mark.mpi(ranks=[8], timeout=60, unit="s")
+@pytest.mark.parametrize(
+    ("scheme", "of", "survived", "fatal"),
+    [
+        ("partner", "aabcbcdd", "a", "ac"),
+        ("xor", "aabcbbcc", "b", "ab"),
+        ("rs:6+2", "abcdefgh", "bc", "abd"),
+    ],
+)
+def test_eight_ranks_lose_what_they_may_and_then_one_more(comm, shared_path, scheme, of, survived, fatal):
+    lose_as_much_as_it_may_and_then_more(comm, shared_path, scheme, of, survived, fatal)
+
+
+@pytest.mark.mpi(ranks=[5], timeout=60, unit="s")
+def test_two_neighbours_lost_and_uneven_ranks_per_node(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "aabbc")
+    nodes.save("rs:1+1", SIZES)
+    before, kept = nodes.contents(), contents(shared_path)
+    for node in "abc":
+        nodes.lose(node)
+        nodes.rebuild()
+        assert nodes.contents() == before
+    for neighbours in ("ab", "bc"):
+        nodes.lose(*neighbours)
+        error_of(comm, LostBeyondScheme, nodes.rebuild)
+        comm.barrier()
+        if comm.rank == 0:
+            for name, data in kept.items():
+                (shared_path / name).parent.mkdir(exist_ok=True)
+                (shared_path / name).write_bytes(data)
+        comm.barrier()
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_replacement_nodes_with_new_names_and_ranks_that_moved(comm, shared_path):
+    Nodes(comm, shared_path, "abcd").save("xor", SIZES)
+    before = Nodes(comm, shared_path, "abcd").contents()
+    nodes = Nodes(comm, shared_path, "xacd")  # rank 0 on a new node, rank 1 where rank 0 was; b is gone
+    nodes.lose("b")
+    report = nodes.rebuild()
+    assert report.moved == ("rank00000.h5", "rank00000.parity")
+    assert report.rebuilt == ("rank00001.h5",)
+    assert report.encoded == ("rank00001.parity",)
+    after = nodes.contents()
+    for rank, (old, new) in enumerate(zip("abcd", "xacd", strict=True)):
+        for suffix in ("h5", "parity"):
+            assert after[f"{new}/rank{rank:05d}.{suffix}"] == before[f"{old}/rank{rank:05d}.{suffix}"]
+        descriptor = read_descriptor(shared_path / new / f"rank{rank:05d}.redundancy.json")
+        assert [member.domain for member in descriptor.members] == [*"xacd"]
+    if comm.rank == 1:  # a stale copy would do, too
+        for stale in nodes.directory.glob("rank00000.*"):
+            stale.unlink()
+    nodes.lose("x")  # and protected again, as before
+    assert nodes.rebuild().rebuilt == ("rank00000.h5",)
+    assert nodes.contents()["x/rank00000.h5"] == before["a/rank00000.h5"]
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_two_members_of_a_group_on_one_node_are_reported_and_protected_anew(comm, shared_path):
+    Nodes(comm, shared_path, "abcd").save("xor", SIZES)
+    nodes = Nodes(comm, shared_path, "aacd")
+    nodes.lose("b")
+    assert nodes.rebuild().weak == ((0, 1, 2, 3),)
+    nodes.save("xor", SIZES)
+    nodes.lose("a")
+    assert nodes.rebuild().rebuilt == ("rank00000.h5", "rank00001.h5")
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+def test_fewer_ranks_look_after_the_files_of_more(comm, shared_path):
+    whole = Nodes(comm, shared_path, "abc")
+    whole.save("rs:1+2", SIZES)
+    data = (shared_path / "c" / "rank00002.h5").read_bytes()
+    few = comm.Split(comm.rank < 2, comm.rank)
+    whole.lose("c")
+    if comm.rank < 2:
+        nodes = Nodes(few, shared_path, "ab")
+        report = nodes.rebuild()
+        assert report.rebuilt == ("rank00002.h5",)
+        assert (shared_path / "a" / "rank00002.h5").read_bytes() == data
+    comm.barrier()
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_a_flipped_bit_is_never_built_upon(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "abcd")
+    nodes.save("rs:2+2", SIZES)
+    before = nodes.contents()
+    nodes.lose("a")
+    if comm.rank == 1:
+        for name in ("rank00001.h5", "rank00001.parity"):
+            file = shared_path / "b" / name
+            data = bytearray(file.read_bytes())
+            data[50] ^= 4
+            file.write_bytes(data)
+    left = nodes.contents()
+    error = error_of(comm, CorruptShard, nodes.rebuild)
+    assert error.path is not None
+    assert error.path.endswith("a/rank00000.h5")
+    assert {name: data for name, data in nodes.contents().items() if "rank" in name} == left
+    report = nodes.rebuild(verify=True)
+    assert report.rebuilt == ("rank00000.h5", "rank00001.h5")
+    assert nodes.contents() == before
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_a_save_that_nothing_tells_of_is_an_error_and_so_is_one_of_another_save(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "abcd")
+    nodes.directory.mkdir()
+    assert "no node holds anything" in str(error_of(comm, LostBeyondScheme, nodes.rebuild))
+    nodes.save("xor", SIZES)
+    found = survey(nodes.directory, "f" * 16)
+    error_of(comm, LostBeyondScheme, lambda: rebuild(nodes.council, nodes.directory, found, "a", save_id="f" * 16))
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_all_ranks_on_one_node_say_that_there_is_nothing_to_protect(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "aaaa")
+    assert "one failure domain" in str(error_of(comm, CheckpointError, lambda: nodes.save("xor", SIZES)))
+    nodes.save("single", SIZES)
+    nodes.lose("a")
+    error_of(comm, LostBeyondScheme, nodes.rebuild)
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize("what", ["no room", "truncated", "another size"])
+def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_leaves_nothing(comm, shared_path, what, monkeypatch):
+    nodes = Nodes(comm, shared_path, "abcd")
+    file = nodes.directory / f"rank{comm.rank:05d}.h5"
+    nodes.directory.mkdir()
+    file.write_bytes(bytes(3 * MIB))
+    record = SimpleNamespace(nbytes=3 * MIB, sha256="0" * 64)
+    if comm.rank == 2 and what == "no room":
+        (nodes.directory / "rank00002.parity.tmp").symlink_to("/dev/full")
+    if comm.rank == 2 and what == "another size":
+        os.truncate(file, MIB)
+    if comm.rank == 2 and what == "truncated":  # after the look at its size
+        real = exchange_module.exchange
+
+        def late(*arguments, **options):
+            os.truncate(file, MIB)
+            real(*arguments, **options)
+
+        monkeypatch.setattr("mpi_ckpt.redundancy.protect.exchange", late)
+    before = [name for name in nodes.contents() if not name.endswith(".tmp")]
+    error = error_of(
+        comm,
+        SaveFailed if what != "truncated" else CheckpointError,
+        lambda: nodes.protect("xor", Source.of_file(file, record)),
+    )
+    assert error.rank == 2
+    assert list(nodes.contents()) == before
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+def test_a_rank_that_falls_silent_is_named_within_the_timeout(comm, shared_path, monkeypatch):
+    nodes = Nodes(comm, shared_path, "abc", timeout=1.0)
+    real = exchange_module.exchange
+
+    def slow(*arguments, **options):
+        time.sleep(4.0)
+        real(*arguments, **options)
+
+    if comm.rank == 1:
+        monkeypatch.setattr("mpi_ckpt.redundancy.protect.exchange", slow)
+    began = time.monotonic()
+    with pytest.raises((RankSilent, SaveFailed), match="rank 1"):
+        nodes.save("xor", [MIB] * 3)
+    if comm.rank != 1:
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_every_byte_is_read_once_in_bounded_memory(comm, shared_path, monkeypatch):
+    nodes = Nodes(comm, shared_path, "abcd")
+    reads, made = [], []
+    real_port, real_mmap = exchange_module.Port, exchange_module.mmap.mmap
+
+    def port(read, write, combine):
+        def noting(part, lo, buffer, n):
+            reads.append((part.file, part.offset + lo, n))
+            return read(part, lo, buffer, n)
+
+        return real_port(noting, write, combine)
+
+    def mmap(fd, length):
+        made.append(length)
+        return real_mmap(fd, length)
+
+    monkeypatch.setattr("mpi_ckpt.redundancy.files.Port", port)
+    monkeypatch.setattr(exchange_module, "mmap", SimpleNamespace(mmap=mmap))
+    nodes.save("rs:2+2", [40 * MIB + 17] * 4)
+    assert sum(n for _, _, n in reads) == 40 * MIB + 17
+    assert len({(file, lo) for file, lo, _ in reads}) == len(reads)
+    assert sum(made) <= exchange_module.BUDGET
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mpi_ckpt")]
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+def test_parity_can_be_made_from_memory_while_the_file_is_being_written(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "abc")
+    nodes.directory.mkdir()
+    file = nodes.directory / f"rank{comm.rank:05d}.h5"
+    data = np.frombuffer(np.random.default_rng(comm.rank).bytes(2 * MIB + comm.rank), np.uint8)
+
+    def read(lo, buffer, n):
+        np.copyto(buffer[:n], data[lo : lo + n])
+
+    def written():
+        assert (nodes.directory / f"rank{comm.rank:05d}.parity.tmp").exists(), "asked before the parity was made"
+        file.write_bytes(data)
+        return hashlib.sha256(data).hexdigest()
+
+    nodes.protect("xor", Source(file.name, data.size, read, written))
+    before = nodes.contents()
+    nodes.lose("b")
+    assert nodes.rebuild().rebuilt == ("rank00001.h5",)
+    assert nodes.contents() == before
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+def test_a_shard_that_could_not_be_written_fails_the_save_on_all_and_leaves_no_parity(comm, shared_path):
+    nodes = Nodes(comm, shared_path, "abc")
+    nodes.directory.mkdir()
+
+    def written():
+        if comm.rank == 1:
+            raise OSError(errno.EIO, "Input/output error", "the shard")
+        return "0" * 64
+
+    source = Source("rank.h5", MIB, lambda lo, buffer, n: buffer[:n].fill(1), written)
+    error = error_of(comm, SaveFailed, lambda: nodes.protect("xor", source))
+    assert (error.rank, error.path) == (1, "the shard")
+    assert nodes.contents() == {}
