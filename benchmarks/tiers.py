@@ -79,7 +79,7 @@ def work(args: argparse.Namespace) -> None:
     """**Collective.** One rank of the measurement."""
     from mpi4py import MPI
 
-    comm, directory = MPI.COMM_WORLD, Path(args.dir)
+    comm, directory = MPI.COMM_WORLD, Path(args.dir).resolve()
     state = zero_state(comm, args.mib)
     seconds = _saves(comm, directory, state, args.rounds)
     seconds |= _restores(comm, directory, state, args)

@@ -287,10 +287,9 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         above, below = axes[0][column], axes[1][column]
         above.plot(ranks, speed, "o-", label="measured")
         above.plot(ranks, [speed[0] * n for n in ranks], "--", color="0.6", label="ideal")
-        above.set(
-            title=f"{mode} scaling", xlabel="ranks", ylabel="tokens / s", xscale="log", yscale="log", xticks=ranks
-        )
+        above.set(title=f"{mode} scaling", xlabel="ranks", ylabel="tokens / s", xscale="log", xticks=ranks)
         above.set_xticklabels(ranks)
+        above.set_ylim(bottom=0)
         above.minorticks_off()
         above.legend(frameon=False)
         bottom = [0.0] * len(ranks)

@@ -15,8 +15,8 @@ from mpi_ckpt.tools.locate import checkpoints_root
 
 HELP = "keep a step for good: no retention deletes it, and it does not count"
 DESCRIPTION = """Mark a committed step with a file `pinned` in its directory. Retention, of a running job and of
-`prune`, never deletes it, and it does not count among the steps to keep. Works beside a running job; pinning twice
-is fine."""
+`prune`, never deletes it, and it does not count among the steps to keep; going back to a step before it, by
+--discard-later or a rollback, does delete it. Works beside a running job; pinning twice is fine."""
 EXAMPLE = "python -m mpi_ckpt pin runs/demo 20"
 
 

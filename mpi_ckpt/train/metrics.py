@@ -10,6 +10,11 @@ An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes
     commit      nbytes, commit_seconds, write_seconds   the step is committed and durable, so long after the call; the
                                          slowest rank wrote its file in `write_seconds`
     prune                                a committed step was deleted, by retention
+    upload      nbytes, sent_nbytes, upload_seconds   the step is committed in the remote tier too
+    upload_failed   error                the step is not there yet: tried again with the next one
+    upload_given_up                      too many steps waited: this one stays away from the remote tier
+    rebuild     moved, rebuilt, encoded, weak   ranks whose files the nodes had lost or held elsewhere: whole again
+    local_loss  error                    the nodes cannot give the step back: an older one or a further tier is taken
     evaluation  eval_loss, eval_tokens, eval_seconds   on the held-out samples, nats a token
     restore     restore_seconds          the state is that of `step` again
     damage      error                    the step was found damaged and set aside
