@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 
 from mpi_ckpt import errors
+from mpi_ckpt.checkpoint import commit
 from mpi_ckpt.train import status
 from mpi_ckpt.train.config import ConfigError
 from mpi_ckpt.train.guard import Diverged
@@ -81,3 +84,16 @@ def test_damage_has_its_own_status_until_an_older_step_may_be_taken(finished, la
     assert launch.train(2, *flags).status == status.DAMAGED
     older = launch.train(2, *flags, "--on-damage", "older").status
     assert older == (status.FINISHED if len(damaged) == 1 else status.DAMAGED)
+
+
+@pytest.mark.parametrize("kind", [errors.SaveFailed, errors.OutcomeUnknown])
+def test_a_save_that_failed_because_a_rank_was_silent_is_a_hang(kind):
+    """Whoever turns the error into another keeps who was silent: both tiers' commits do it in one place."""
+    silence = errors.RankSilent("no word from rank 0", rank=0)
+    silence.silent = (0,)
+    place = commit.Place(Path("rank00001.h5"), Path("rank00001.h5.tmp"), None, replaces=False)
+    assert status.of(commit.outcome_unknown(place, silence)) == status.HUNG
+    error = pickle.loads(pickle.dumps(kind("no word from rank 3")))
+    assert status.of(error) == status.FAILED
+    error.silent = (3,)
+    assert status.of(pickle.loads(pickle.dumps(error))) == status.HUNG, "errors travel between ranks"

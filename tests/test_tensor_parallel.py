@@ -13,12 +13,11 @@ from mpi_ckpt import Checkpointer
 from mpi_ckpt.layout import Shard
 from mpi_ckpt.model import MiniGPT, ModelConfig
 from mpi_ckpt.model.split import parts_of
-from mpi_ckpt.parallel.mesh import Mesh
 from mpi_ckpt.parallel.tensor import TensorGroup
 from mpi_ckpt.train.config import Settings
-from mpi_ckpt.train.data import open_dataset
 from mpi_ckpt.train.trainer import Trainer
 from tests.ranks import same_everywhere
+from tests.training import build_trainer
 
 REFERENCE = Path(__file__).parent / "reference" / "minigpt_gradients.npz"
 LONG = ModelConfig(n_layer=2, n_embd=24, n_head=12, vocab_size=57, seq_len=70)  # two blocks of queries
@@ -26,17 +25,7 @@ ARRAYS = ("param", "master", "m", "v")
 
 
 def build(comm, tensor_ranks: int, **changes) -> Trainer:
-    settings = Settings(**({"global_batch": 16} | changes))
-    model = settings.model
-    data = open_dataset(
-        None,
-        model.seq_len,
-        settings.seed,
-        vocab_size=model.vocab_size,
-        total_tokens=settings.corpus_tokens,
-        held_out=settings.eval_samples,
-    )
-    return Trainer.build(comm, settings, data, Mesh(comm, tensor_ranks))
+    return build_trainer(comm, tensor_ranks, Settings(**({"global_batch": 16} | changes)))
 
 
 def local(parts, whole: np.ndarray) -> np.ndarray:

@@ -12,27 +12,19 @@ import pytest
 
 from mpi_ckpt.model.config import ModelConfig
 from mpi_ckpt.model.gpt import MiniGPT
-from mpi_ckpt.parallel.mesh import Mesh
 from mpi_ckpt.train.config import ConfigError, Settings
-from mpi_ckpt.train.data import Dataset, make_corpus, open_dataset
+from mpi_ckpt.train.data import Dataset, make_corpus
 from mpi_ckpt.train.trainer import Trainer, decay_intervals
+from tests.training import build_trainer
 
 SMALL = ModelConfig(n_layer=1, n_embd=16, n_head=2, vocab_size=32, seq_len=8)
 TOLERANCE = 1e-6  # of an accumulated gradient, relative to its norm: float32 rounds each sum to 6e-8
 
 
 def build(comm, tensor: int = 1, **changes) -> Trainer:
-    settings = Settings(**({"model": SMALL, "param_dtype": "float32", "corpus_tokens": 4000} | changes))
-    model = settings.model
-    data = open_dataset(
-        None,
-        model.seq_len,
-        settings.seed,
-        vocab_size=model.vocab_size,
-        total_tokens=settings.corpus_tokens,
-        held_out=settings.eval_samples,
+    return build_trainer(
+        comm, tensor, Settings(**({"model": SMALL, "param_dtype": "float32", "corpus_tokens": 4000} | changes))
     )
-    return Trainer.build(comm, settings, data, Mesh(comm, tensor))
 
 
 def mean_gradient(trainer: Trainer, tokens: float) -> np.ndarray:

@@ -10,7 +10,25 @@ from typing import Any
 import h5py
 import numpy as np
 
+from mpi_ckpt.parallel.mesh import Mesh
+from mpi_ckpt.train.config import Settings
+from mpi_ckpt.train.data import open_dataset
+from mpi_ckpt.train.trainer import Trainer
 from tests.launch import Job
+
+
+def build_trainer(comm, tensor_ranks: int, settings: Settings) -> Trainer:
+    """**Collective.** A trainer on synthetic data."""
+    model = settings.model
+    data = open_dataset(
+        None,
+        model.seq_len,
+        settings.seed,
+        vocab_size=model.vocab_size,
+        total_tokens=settings.corpus_tokens,
+        held_out=settings.eval_samples,
+    )
+    return Trainer.build(comm, settings, data, Mesh(comm, tensor_ranks))
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

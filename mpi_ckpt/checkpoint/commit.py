@@ -126,15 +126,20 @@ def finish(
     except OutcomeUnknown:
         raise
     except RankSilent as error:
-        unknown = OutcomeUnknown(f"outcome unknown: {error.what}", path=place.path, rank=error.rank, action=_LOOK)
-        unknown.silent = error.silent
-        raise unknown from error
+        raise outcome_unknown(place, error) from error
     except CheckpointError:
         _withdraw(request, place)
         raise
     if council.rank == 0 and place.replaces:
         steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
     return slowest
+
+
+def outcome_unknown(place: Place, error: RankSilent) -> OutcomeUnknown:
+    """The error where nobody can say what rank 0 decided; who was silent stays known."""
+    unknown = OutcomeUnknown(f"outcome unknown: {error.what}", path=place.path, rank=error.rank, action=_LOOK)
+    unknown.silent = error.silent
+    return unknown
 
 
 def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mpi_ckpt.checkpoint import commit, steps
-from mpi_ckpt.checkpoint.commit import Place, Request, Written
+from mpi_ckpt.checkpoint.commit import Place, Request, Written, outcome_unknown
 from mpi_ckpt.checkpoint.local_tier import LocalTier
 from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
@@ -137,8 +137,7 @@ def finish(
     except OutcomeUnknown:
         raise
     except RankSilent as error:
-        message = f"outcome unknown: {error.what}"
-        raise OutcomeUnknown(message, path=place.path, rank=error.rank, action=_LOOK) from error
+        raise outcome_unknown(place, error) from error
     except CheckpointError:
         with contextlib.suppress(Exception):
             written()  # only when the file has got its name can it be taken away

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mpi_ckpt.checkpoint import steps
-from mpi_ckpt.errors import StepExists
-from mpi_ckpt.storage import atomic, lock, names
-from mpi_ckpt.storage.manifest import ShardManifest, read_manifest, write_manifest
+from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.remote_steps import remote_step
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import remote, status, text
 from mpi_ckpt.tools.locate import new_root
 from mpi_ckpt.tools.progress import Advance, progress
-from mpi_ckpt.tools.writing import check_room, writing
+from mpi_ckpt.tools.writing import committing, is_there, writing
 
 HELP = "download a step from a remote tier"
 DESCRIPTION = """Download the newest step of --remote (or --step) into RUN_DIR, made if need be: every shard, durable
@@ -35,23 +33,11 @@ def pull(store: ObjectStore, step: int, root: Path, advance: Advance = lambda nb
     directory, place = names.step_dir(root, step), remote_step(store, manifest)
     atomic.make_dir(root)
     with writing(root) as launch_id:
-        if steps.is_committed(directory):
-            _check_same(directory, manifest)
+        if is_there(directory, manifest):
             return None
-        check_room(root, sum(shard.nbytes for shard in manifest.shards), f"pull step {step}")
-        steps.clean(root)
-        atomic.make_dir(directory)
-        paths = [directory / shard.path for shard in manifest.shards]
-        try:
-            for shard, path in zip(manifest.shards, paths, strict=True):
-                fetch_shard(place / shard.path, shard, path, advance)
-            lock.check_owner(root, launch_id)
-            write_manifest(directory, manifest)
-        except BaseException:
-            atomic.remove(names.manifest_path(directory), missing_ok=True)
-            atomic.remove(*paths, missing_ok=True)
-            raise
-        steps.remove_unlisted(directory)  # what a restore had set aside there as damaged
+        with committing(root, launch_id, manifest):
+            for shard in manifest.shards:
+                fetch_shard(place / shard.path, shard, directory / shard.path, advance)
     return manifest
 
 
@@ -77,15 +63,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"step {step} is in {directory}; {text.size(total) if pulled else 'nothing'} fetched")
     return status.WELL
-
-
-def _check_same(directory: Path, manifest: ShardManifest) -> None:
-    here = read_manifest(directory)
-    if here.save_id != manifest.save_id:
-        raise StepExists(
-            "another save of the step is committed here already",
-            path=directory,
-            found=f"save {here.save_id} of {here.created}",
-            expected=f"save {manifest.save_id} of {manifest.created}, or nothing",
-            action="Pull into another directory.",
-        )

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpi_ckpt.checkpoint import steps
-from mpi_ckpt.errors import NoCheckpoint, StepExists
+from mpi_ckpt.errors import NoCheckpoint
 from mpi_ckpt.redundancy.planner import DATA
 from mpi_ckpt.redundancy.recovery import FileKey, LostBeyondScheme, Recovery
-from mpi_ckpt.storage import atomic, lock, names
-from mpi_ckpt.storage.manifest import ShardManifest, read_manifest, write_manifest
+from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import nodes, status, text
 from mpi_ckpt.tools.locate import new_root
 from mpi_ckpt.tools.progress import Advance, progress
-from mpi_ckpt.tools.writing import check_room, writing
+from mpi_ckpt.tools.writing import committing, is_there, writing
 
 logger = logging.getLogger(__name__)
 
@@ -81,26 +79,14 @@ def _commit(
     directory = names.step_dir(root, manifest.step)
     atomic.make_dir(root)
     with writing(root) as launch_id:
-        if steps.is_committed(directory):
-            _check_same(directory, manifest)
+        if is_there(directory, manifest):
             return (), ()
-        check_room(root, sum(shard.nbytes for shard in manifest.shards), f"scavenge step {manifest.step}")
-        steps.clean(root)
-        atomic.make_dir(directory)
         missing = {key: directory / plan.names[key] for key in plan.targets if key.kind == DATA}
         present = [shard for shard in manifest.shards if shard.path not in {path.name for path in missing.values()}]
-        paths = [directory / shard.path for shard in manifest.shards]
-        try:
+        with committing(root, launch_id, manifest):
             for shard in present:
                 fetch_shard(sight.where[shard.path], shard, directory / shard.path, advance)
             _rebuild(sight, plan, missing, advance)
-            lock.check_owner(root, launch_id)
-            write_manifest(directory, manifest)
-        except BaseException:
-            atomic.remove(names.manifest_path(directory), missing_ok=True)
-            atomic.remove(*paths, *map(names.tmp, paths), missing_ok=True)
-            raise
-        steps.remove_unlisted(directory)  # what a restore had set aside there as damaged
     return tuple(shard.path for shard in present), tuple(path.name for path in missing.values())
 
 
@@ -108,18 +94,6 @@ def _rebuild(sight: nodes.Sight, plan: Recovery, missing: dict[FileKey, Path], a
     nodes.make_again(sight, plan, missing, advance)
     for path in missing.values():
         atomic.publish(names.tmp(path), path)
-
-
-def _check_same(directory: Path, manifest: ShardManifest) -> None:
-    here = read_manifest(directory)
-    if here.save_id != manifest.save_id:
-        raise StepExists(
-            "another save of the step is committed here already",
-            path=directory,
-            found=f"save {here.save_id} of {here.created}",
-            expected=f"save {manifest.save_id} of {manifest.created}, or nothing",
-            action="Scavenge into another directory.",
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,14 @@ from mpi_ckpt.checkpoint import steps, values
 from mpi_ckpt.checkpoint.documents import Document
 from mpi_ckpt.errors import SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
-from mpi_ckpt.storage.manifest import ArrayRecord, ShardRecord, build_manifest, write_manifest
+from mpi_ckpt.storage.manifest import (
+    ArrayRecord,
+    ShardManifest,
+    ShardRecord,
+    build_manifest,
+    read_manifest,
+    write_manifest,
+)
 from mpi_ckpt.storage.shard_file import BlockToWrite, ShardAttributes, write_shard
 
 
@@ -86,6 +93,42 @@ def write_step(root: Path, new: NewStep) -> Path:
             _withdraw(directory, suffix)
             raise
     return directory
+
+
+def is_there(directory: Path, manifest: ShardManifest) -> bool:
+    """**Local.** Whether this very save is committed. Raises StepExists where another save of the step is."""
+    if not steps.is_committed(directory):
+        return False
+    here = read_manifest(directory)
+    if here.save_id != manifest.save_id:
+        raise StepExists(
+            "another save of the step is committed here already",
+            path=directory,
+            found=f"save {here.save_id} of {here.created}",
+            expected=f"save {manifest.save_id} of {manifest.created}, or nothing",
+            action="Write to another directory.",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def committing(root: Path, launch_id: str, manifest: ShardManifest) -> Iterator[Path]:
+    """**Local.** Room and an empty directory for the shards of a step that was saved elsewhere, which the body puts
+    there under the manifest's names; then the manifest. No file of the step is left when anything fails."""
+    directory = names.step_dir(root, manifest.step)
+    check_room(root, sum(shard.nbytes for shard in manifest.shards), f"write step {manifest.step}")
+    steps.clean(root)
+    atomic.make_dir(directory)
+    try:
+        yield directory
+        lock.check_owner(root, launch_id)
+        write_manifest(directory, manifest)
+    except BaseException:
+        paths = [directory / shard.path for shard in manifest.shards]
+        atomic.remove(names.manifest_path(directory), missing_ok=True)
+        atomic.remove(*paths, *map(names.tmp, paths), missing_ok=True)
+        raise
+    steps.remove_unlisted(directory)  # what a restore had set aside there as damaged
 
 
 def _check_free(directory: Path) -> None:

@@ -6,16 +6,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 import time
 
 import numpy as np
-from mpi4py import MPI
 
-from mpi_ckpt import Checkpointer, CheckpointError, PerRank, Shard, shard_range
-from mpi_ckpt.comm.abort import abort_on_uncaught_exceptions
+from mpi_ckpt import Checkpointer, PerRank, Shard, shard_range
+from tests.programs import told
 
 
 def state(comm, elements: int, step: int) -> dict:
@@ -50,18 +46,5 @@ def run(comm, task: dict, events: list) -> dict:
     return {"restored": found, "steps": steps}
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.WARNING)
-    comm, task, events, error, done = MPI.COMM_WORLD, json.loads(sys.argv[1]), [], None, {}
-    try:
-        done = run(comm, task, events)
-    except CheckpointError as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    everyone = comm.gather({**done, "events": events, "error": error})
-    if comm.rank == 0:
-        print(json.dumps(everyone))
-
-
 if __name__ == "__main__":
-    abort_on_uncaught_exceptions(MPI.COMM_WORLD)
-    main()
+    told.main(run)
