@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
+import struct
 import sys
+import termios
 import time
 import traceback
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _PATIENCE = 3.0  # seconds that ranks which leave together wait for each other
 _PAUSE = 0.01
+_HEARING = 1.0  # seconds that a launcher has to read what this rank has said
 
 
 def abort(comm: MPI.Comm, status: int) -> NoReturn:
@@ -21,10 +27,22 @@ def abort(comm: MPI.Comm, status: int) -> NoReturn:
 
     MPICH's MPI_Abort returns for some milliseconds; nothing may run after it, so the process ends itself too.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        _let_be_read(stream)
     comm.Abort(status)
     os._exit(status)
+
+
+def _let_be_read(stream: TextIO) -> None:
+    """Flush, and wait until whoever reads the pipe has emptied it: a launcher that is told to end all may drop it."""
+    deadline = time.monotonic() + _HEARING
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, a reader that is gone
+        stream.flush()
+        while stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) and time.monotonic() < deadline:
+            (unread,) = struct.unpack("i", fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)))
+            time.sleep(_PAUSE)  # once after it is empty, too: to be passed on
+            if not unread:
+                return
 
 
 def abort_on_uncaught_exceptions(comm: MPI.Comm) -> None:
