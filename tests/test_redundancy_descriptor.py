@@ -22,7 +22,7 @@ MEMBERS = tuple(Member(r, f"node{r}", f"rank{r:05d}.h5", n, f"{r:064x}") for r, 
 def descriptor(scheme: str = "rs:2+2", member: int = 1) -> Descriptor:
     parsed = Scheme.parse(scheme)
     parts = planner.parity_parts(parsed, SIZES, member)
-    parity = tuple(ParityPiece(p.offset, p.nbytes, "a" * 64, "0123abcd") for p in parts)
+    parity = tuple(ParityPiece(p.offset, p.nbytes, "0123abcd") for p in parts)
     return Descriptor("0123456789abcdef", 4, parsed, member, MEMBERS, parity)
 
 

@@ -18,7 +18,7 @@ from mpi_ckpt.comm import exchange as exchange_module
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, CorruptShard, RankSilent, SaveFailed
 from mpi_ckpt.redundancy.descriptor import read_descriptor
-from mpi_ckpt.redundancy.protect import Source, protect
+from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.rebuild import rebuild
 from mpi_ckpt.redundancy.recovery import LostBeyondScheme
 from mpi_ckpt.redundancy.scheme import Scheme
@@ -44,14 +44,14 @@ class Nodes:
         file = self.directory / f"rank{self.comm.rank:05d}.h5"
         data = np.random.default_rng(self.comm.rank).bytes(nbytes[self.comm.rank])
         file.write_bytes(data)
-        record = SimpleNamespace(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-        found = self.protect(scheme, Source.of_file(file, record))
+        found = self.protect(scheme, Source(file.name, len(data), file), hashlib.sha256(data).hexdigest)
         assert read_descriptor(self.directory / f"rank{self.comm.rank:05d}.redundancy.json") == found
         return file
 
-    def protect(self, scheme: str, source: Source):
+    def protect(self, scheme: str, source: Source, sha256=lambda: "0" * 64):
         """**Collective.** The descriptor."""
-        return protect(self.council, Scheme.parse(scheme), self.domain, source, self.directory, save_id=SAVE)
+        protection = Protection(self.council, Scheme.parse(scheme), self.domain, source, self.directory, save_id=SAVE)
+        return protection.write(sha256)
 
     def lose(self, *nodes: str) -> None:
         """**Collective.** Nodes die, with all that is on their disks."""
@@ -240,7 +240,6 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_leaves_nothing(
     file = nodes.directory / f"rank{comm.rank:05d}.h5"
     nodes.directory.mkdir()
     file.write_bytes(bytes(3 * MIB))
-    record = SimpleNamespace(nbytes=3 * MIB, sha256="0" * 64)
     if comm.rank == 2 and what == "no room":
         (nodes.directory / "rank00002.parity.tmp").symlink_to("/dev/full")
     if comm.rank == 2 and what == "another size":
@@ -257,7 +256,7 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all_and_leaves_nothing(
     error = error_of(
         comm,
         SaveFailed if what != "truncated" else CheckpointError,
-        lambda: nodes.protect("xor", Source.of_file(file, record)),
+        lambda: nodes.protect("xor", Source(file.name, 3 * MIB, file)),
     )
     assert error.rank == 2
     assert list(nodes.contents()) == before
@@ -287,12 +286,12 @@ def test_every_byte_is_read_once_in_bounded_memory(comm, shared_path, monkeypatc
     reads, made = [], []
     real_port, real_mmap = exchange_module.Port, exchange_module.mmap.mmap
 
-    def port(read, write, combine):
+    def port(view, read, write, combine):
         def noting(part, lo, buffer, n):
             reads.append((part.file, part.offset + lo, n))
             return read(part, lo, buffer, n)
 
-        return real_port(noting, write, combine)
+        return real_port(view, noting, write, combine)
 
     def mmap(fd, length):
         made.append(length)
@@ -314,15 +313,19 @@ def test_parity_can_be_made_from_memory_while_the_file_is_being_written(comm, sh
     file = nodes.directory / f"rank{comm.rank:05d}.h5"
     data = np.frombuffer(np.random.default_rng(comm.rank).bytes(2 * MIB + comm.rank), np.uint8)
 
-    def read(lo, buffer, n):
-        np.copyto(buffer[:n], data[lo : lo + n])
+    class InMemory:
+        def view(self, lo, n):
+            return data[lo : lo + n] if lo < MIB else None
+
+        def read(self, lo, buffer, n):
+            np.copyto(buffer[:n], data[lo : lo + n])
 
     def written():
         assert (nodes.directory / f"rank{comm.rank:05d}.parity.tmp").exists(), "asked before the parity was made"
         file.write_bytes(data)
         return hashlib.sha256(data).hexdigest()
 
-    nodes.protect("xor", Source(file.name, data.size, read, written))
+    nodes.protect("xor", Source(file.name, data.size, InMemory()), written)
     before = nodes.contents()
     nodes.lose("b")
     assert nodes.rebuild().rebuilt == ("rank00001.h5",)
@@ -339,7 +342,8 @@ def test_a_shard_that_could_not_be_written_fails_the_save_on_all_and_leaves_no_p
             raise OSError(errno.EIO, "Input/output error", "the shard")
         return "0" * 64
 
-    source = Source("rank.h5", MIB, lambda lo, buffer, n: buffer[:n].fill(1), written)
-    error = error_of(comm, SaveFailed, lambda: nodes.protect("xor", source))
+    ones = SimpleNamespace(view=lambda lo, n: None, read=lambda lo, buffer, n: buffer[:n].fill(1))
+    source = Source("rank.h5", MIB, ones)
+    error = error_of(comm, SaveFailed, lambda: nodes.protect("xor", source, written))
     assert (error.rank, error.path) == (1, "the shard")
     assert nodes.contents() == {}

@@ -1,6 +1,7 @@
 """The commit protocol on node-local disks: one step, as many directories and manifests as nodes.
 
-    prepare   all agree on the save id; every leader cleans its node and makes the step's directory    then all agree
+    prepare   all agree on the save id; every leader cleans its node and makes the step's directory;   then all agree
+              parity groups are formed
     write     every rank: its file, as in `commit`, on its own node; and at the same time, from the same memory,
     protect   redundancy: parity and descriptors, durable on all nodes                                 then all agree
     vote      every rank reports its file; rank 0 makes the manifest of all, every rank gets it
@@ -29,7 +30,7 @@ from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed
 from mpi_ckpt.redundancy.descriptor import descriptor_name, parity_name
-from mpi_ckpt.redundancy.protect import SLOW_DISK, Source, protect
+from mpi_ckpt.redundancy.protect import SLOW_DISK, Protection, Source
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage
@@ -58,6 +59,7 @@ class Prepared:
     request: Request
     place: Place
     image: ShardImage
+    protection: Protection
 
 
 def prepare(council: Council, tier: LocalTier, request: Request, snapshot: Snapshot) -> Prepared:
@@ -88,7 +90,9 @@ def prepare(council: Council, tier: LocalTier, request: Request, snapshot: Snaps
     temporary = names.tmp(request.directory / names.shard_name(council.rank, save_id))
     attributes = ShardAttributes(save_id, council.rank, council.size, request.step)
     image = council.everywhere(lambda: ShardImage(snapshot.blocks, snapshot.values, attributes))
-    return Prepared(request, Place(path, temporary, attributes, replaces=suffix is not None), image)
+    source = Source(path.name, image.nbytes, image)
+    protection = Protection(council, tier.scheme, tier.domain, source, request.directory, save_id=save_id)
+    return Prepared(request, Place(path, temporary, attributes, replaces=suffix is not None), image, protection)
 
 
 def write(prepared: Prepared) -> Written:
@@ -116,7 +120,6 @@ def finish(
     """
     request, place = prepared.request, prepared.place
     manifest = names.manifest_path(request.directory)
-    source = Source(place.path.name, prepared.image.nbytes, prepared.image.read, lambda: written().record.sha256)
 
     def gather(votes: list[Written]) -> tuple[str, float]:
         records = [vote.record for vote in votes]
@@ -129,7 +132,7 @@ def finish(
             atomic.stage_file(manifest, text)
 
     try:
-        protect(council, tier.scheme, tier.domain, source, request.directory, save_id=place.attributes.save_id)
+        prepared.protection.write(lambda: written().record.sha256)
         slow = snapshot.description.nbytes / SLOW_DISK
         text, slowest = council.agree(written, gather, otherwise=SaveFailed, extra_time=slow)
         council.agree(stage, lambda _: None, otherwise=SaveFailed)

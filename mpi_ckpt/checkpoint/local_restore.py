@@ -23,7 +23,7 @@ from mpi_ckpt.checkpoint.restore import Opened, Options, Template
 from mpi_ckpt.checkpoint.tiers import Copies, Tiers
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, MissingShard, RemoteFailed, UnknownSchema
-from mpi_ckpt.redundancy.protect import Source, protect
+from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.rebuild import rebuild
 from mpi_ckpt.redundancy.recovery import LostBeyondScheme, Report
 from mpi_ckpt.redundancy.survey import survey
@@ -190,14 +190,9 @@ def _protect_anew(
     """**Collective.** New groups for ranks that have come to share a failure domain with another of their group."""
     record = manifest.shards[council.rank]
     try:
-        protect(
-            council,
-            tier.scheme,
-            tier.domain,
-            Source.of_file(directory / record.path, record),
-            directory,
-            save_id=manifest.save_id,
-        )
+        source = Source(record.path, record.nbytes, directory / record.path)
+        protection = Protection(council, tier.scheme, tier.domain, source, directory, save_id=manifest.save_id)
+        protection.write(lambda: record.sha256)
     except CheckpointError as error:
         if council.rank == 0:
             logger.warning("step %d is whole, but weaker than %s: %s", manifest.step, tier.scheme, error)

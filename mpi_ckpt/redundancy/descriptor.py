@@ -3,7 +3,8 @@
     rank00002.h5  rank00002.parity  rank00002.redundancy.json
 
 It is strict JSON in the form of the manifest, with a digest of its own. Any surviving member's tells what the whole
-group held; a parity's digests are known to its own descriptor alone, for it can be made again.
+group held; a parity's checksums are known to its own descriptor alone, for it can be made again. They are crc32c: what
+is made from parity is data, and has to match their own sha256.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class ParityPiece(NamedTuple):
 
     offset: int
     nbytes: int
-    sha256: str
     crc32c: str
 
 
@@ -198,7 +198,6 @@ _check = json_fields.record(
                 {
                     "offset": json_fields.integer,
                     "nbytes": json_fields.integer,
-                    "sha256": json_fields.sha256,
                     "crc32c": json_fields.crc32c,
                 },
             )

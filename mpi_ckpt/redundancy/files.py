@@ -1,16 +1,15 @@
-"""The files of an exchange on one rank: read and written in lanes, past the page cache, and digested as they pass."""
+"""The files of an exchange on one rank: read and written in lanes, past the page cache, with the crc32c of it all."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,40 +23,46 @@ from mpi_ckpt.storage.read_ahead import read_ahead, stretch
 from mpi_ckpt.storage.shard_check import opened
 from mpi_ckpt.storage.staging import Lane, staging
 
-# Puts n bytes of a file, from one on, into a buffer: read(lo, buffer, n). Called by a thread of its own.
-Reader = Callable[[int, np.ndarray, int], object]
+
+class InMemory(Protocol):
+    """A file's bytes from memory, while it is still being written, say."""
+
+    def view(self, lo: int, n: int) -> np.ndarray | None:
+        """The bytes lo..lo+n-1 where they lie, uint8; None if they do not lie there as the file has them."""
+
+    def read(self, lo: int, buffer: np.ndarray, n: int) -> object:
+        """Put the bytes lo..lo+n-1 into `buffer` (uint8). Called by a thread of its own."""
 
 
 @dataclass
-class _Digests:
-    """Of one part, whose bytes come in order."""
+class _Passed:
+    """What has been written of one part, whose bytes come in order."""
 
     nbytes: int = 0
     crc32c: int = 0
-    sha256: Any = field(default_factory=hashlib.sha256)
 
 
 class Files:
     """`sources` and `targets`: paths by the name that the exchange has for a file. Targets are made, or made empty.
 
-    A source may be a Reader instead, for bytes that are in no file, or in memory as well.
+    A source may be InMemory instead, for bytes that are in no file, or in memory as well.
     **Local.** Use it as a context manager: when it is left no thread of it is alive and every descriptor is closed.
     Errors come out of the futures, and of `finish`, never out of `open`: a rank whose disk fails must not miss the
     exchange.
     """
 
-    def __init__(self, sources: Mapping[Any, Path | Reader], targets: Mapping[Any, Path]) -> None:
+    def __init__(self, sources: Mapping[Any, Path | InMemory], targets: Mapping[Any, Path]) -> None:
         self._sources, self._targets = sources, targets
         self._open: dict[Path, int] = {}
-        self._digests: dict[tuple[Any, int], _Digests] = {}
+        self._passed: dict[tuple[Any, int], _Passed] = {}
         self._resources = contextlib.ExitStack()
-        self._reading, self._writing, self._hashing = (Lane(f"mpi_ckpt {name}") for name in ("read", "write", "sha256"))
+        self._reading, self._writing = (Lane(f"mpi_ckpt {name}") for name in ("read", "write"))
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        lanes = (self._reading, self._writing, self._hashing)
+        lanes = (self._reading, self._writing)
         for lane in lanes:
             lane.end()
         for lane in lanes:
@@ -67,6 +72,7 @@ class Files:
     def port(self) -> Port:
         """What an exchange needs to know of the files."""
         return Port(
+            view=self._view,
             read=lambda part, lo, buffer, n: self._reading.submit(self._read, part, lo, buffer, n),
             write=self._write,
             combine=combine,
@@ -80,8 +86,8 @@ class Files:
                 os.ftruncate(fd, sizes[file])  # direct I/O wrote whole pages
             atomic.fsync_file(fd, path)
         found: dict[Any, list[ParityPiece]] = {file: [] for file in self._targets}
-        for (file, offset), d in sorted(self._digests.items(), key=lambda item: item[0][1]):
-            found[file].append(ParityPiece(offset, d.nbytes, d.sha256.hexdigest(), hexadecimal(d.crc32c)))
+        for (file, offset), part in sorted(self._passed.items(), key=lambda item: item[0][1]):
+            found[file].append(ParityPiece(offset, part.nbytes, hexadecimal(part.crc32c)))
         return {file: tuple(pieces) for file, pieces in found.items()}
 
     def _descriptor(self, path: Path, flags: int) -> int:
@@ -93,10 +99,14 @@ class Files:
     def _target(self, file: Any) -> int:
         return self._descriptor(self._targets[file], os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
+    def _view(self, part: Part, lo: int, n: int) -> np.ndarray | None:
+        source = self._sources[part.file]
+        return None if isinstance(source, Path) else source.view(part.offset + lo, n)
+
     def _read(self, part: Part, lo: int, buffer: np.ndarray, n: int) -> None:
         source, lo = self._sources[part.file], part.offset + lo
         if not isinstance(source, Path):
-            source(lo, buffer, n)
+            source.read(lo, buffer, n)
             return
         with atomic.naming(source):
             found = direct.read_into(self._descriptor(source, os.O_RDONLY), buffer, lo, n)
@@ -111,20 +121,14 @@ class Files:
 
     def _write(self, part: Part, lo: int, buffer: np.ndarray, n: int) -> Future[None]:
         buffer[n : direct.align_up(n)] = 0
-        digests = self._digests.setdefault((part.file, part.offset), _Digests())
-        hashed = self._hashing.submit(_digest, digests, buffer[:n])
-        return self._writing.submit(self._write_pages, part, lo, buffer[: direct.align_up(n)], hashed)
+        passed = self._passed.setdefault((part.file, part.offset), _Passed())
+        passed.nbytes += n
+        passed.crc32c = crc32c(buffer[:n], passed.crc32c)
+        return self._writing.submit(self._write_pages, part, lo, buffer[: direct.align_up(n)])
 
-    def _write_pages(self, part: Part, lo: int, pages: np.ndarray, hashed: Future[None]) -> None:
+    def _write_pages(self, part: Part, lo: int, pages: np.ndarray) -> None:
         with atomic.naming(self._targets[part.file]):
             direct.write_all(self._target(part.file), pages, part.offset + lo)
-        hashed.result()
-
-
-def _digest(digests: _Digests, data: np.ndarray) -> None:
-    digests.nbytes += data.size
-    digests.crc32c = crc32c(data, digests.crc32c)
-    digests.sha256.update(data)
 
 
 def parity_is_intact(path: Path, pieces: Sequence[ParityPiece]) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.comm.exchange import Combination, exchange
@@ -21,7 +21,7 @@ from mpi_ckpt.redundancy.descriptor import (
     parity_name,
     write_descriptor,
 )
-from mpi_ckpt.redundancy.files import Files, Reader
+from mpi_ckpt.redundancy.files import Files, InMemory
 from mpi_ckpt.redundancy.groups import form_groups
 from mpi_ckpt.redundancy.planner import DATA, PARITY, MemberFile
 from mpi_ckpt.redundancy.scheme import Scheme
@@ -32,72 +32,73 @@ logger = logging.getLogger(__name__)
 SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches timeouts for large files
 
 
-class FileRecord(Protocol):
-    """What is known of a file: a shard's record has it."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Source:
-    """A rank's file that is to be protected: its final plain name, its size, and where its bytes are read from.
+    """A rank's file that is to be protected: its final plain name, its size, and where its bytes are.
 
-    `read(lo, buffer, n)` puts the bytes lo..lo+n-1 into a page-aligned uint8 buffer: from memory, say, while the file
-    is still being written. `sha256()` is asked last, and may wait for that; what it raises fails the save.
+    They may be in memory, while the file is still being written; a file is read past the page cache.
     """
 
     name: str
     nbytes: int
-    read: Path | Reader
-    sha256: Callable[[], str]
-
-    @classmethod
-    def of_file(cls, path: Path, record: FileRecord) -> Source:
-        """A file that is complete. It is read past the page cache."""
-        return cls(path.name, record.nbytes, path, lambda: record.sha256)
+    origin: Path | InMemory
 
 
-def protect(
-    council: Council, scheme: Scheme, domain: str, source: Source, directory: Path, *, save_id: str
-) -> Descriptor:
-    """**Collective.** Write this rank's parity file and its descriptor into `directory`, that of its node.
+class Protection:
+    """The redundancy of one save: agreed on before anybody writes, and then written, for this rank, on its node.
 
-    Each rank gives its own file and its failure domain; scheme and save_id are the same on all. When this returns,
-    parity and descriptors of all ranks are durable under their names. Every byte of a file is read once; memory: some
-    12 MiB. Raises, the same on all ranks, CheckpointError where the domains cannot protect each other, SaveFailed when
-    a rank failed: then no new file is left.
+    In two steps, for as long as threads write on all cores, ranks that wait for each other wait long.
     """
-    directory = Path(directory)
-    own = _agree_on_groups(council, scheme, Member(council.rank, domain, source.name, source.nbytes, ""), source)
-    parity = directory / parity_name(source.name)
-    pieces: list[ParityPiece] = []
 
-    def work() -> str:
-        pieces.extend(_write_parity(run, own, source.read, names.tmp(parity)))
-        return source.sha256()
+    def __init__(
+        self, council: Council, scheme: Scheme, domain: str, source: Source, directory: Path, *, save_id: str
+    ) -> None:
+        """**Collective.** Agree on the groups. `write` has to follow, unless this raises.
 
-    with undone(names.tmp(parity)), duplicate(council) as run:
-        slow = sum(own.sizes) / SLOW_DISK
-        digests = council.agree(work, lambda found: found, otherwise=SaveFailed, extra_time=slow)
-    members = tuple(member._replace(sha256=digests[member.rank]) for member in own.members)
-    finished = replace(own, save_id=save_id, members=members, parity=tuple(pieces))
-    with undone(names.tmp(parity), parity, directory / descriptor_name(source.name)):
-        council.agree(lambda: _publish(directory, parity, finished), lambda _: None, otherwise=SaveFailed)
-    return finished
+        Each rank gives its own file and failure domain, and the directory of its node; scheme and save_id are the same
+        on all. Raises CheckpointError where the domains cannot protect each other, SaveFailed.
+        """
+        self._council, self._source, self._directory = council, source, Path(directory)
+        mine = Member(council.rank, domain, source.name, source.nbytes, "")
+        self._own = replace(_agree_on_groups(council, scheme, mine, source), save_id=save_id)
+        self._resources = contextlib.ExitStack()
+        self._run = self._resources.enter_context(duplicate(council))
+
+    def write(self, sha256: Callable[[], str]) -> Descriptor:
+        """**Collective.** Write this rank's parity file and its descriptor.
+
+        `sha256()` gives that of this rank's own file. It is asked last, and may wait for the file to be written; what
+        it raises fails the save. When this returns, parity and descriptors of all ranks are durable under their names.
+        Every byte of a file is read once; memory: some 12 MiB. Raises, the same on all ranks, SaveFailed when a rank
+        failed: then no new file is left.
+        """
+        own, parity = self._own, self._directory / parity_name(self._source.name)
+        pieces: list[ParityPiece] = []
+
+        def work() -> str:
+            pieces.extend(_write_parity(self._run, own, self._source.origin, names.tmp(parity)))
+            return sha256()
+
+        with undone(names.tmp(parity)), self._resources:
+            slow = sum(own.sizes) / SLOW_DISK
+            digests = self._council.agree(work, lambda found: found, otherwise=SaveFailed, extra_time=slow)
+        members = tuple(member._replace(sha256=digests[member.rank]) for member in own.members)
+        finished = replace(own, members=members, parity=tuple(pieces))
+        with undone(names.tmp(parity), parity, self._directory / descriptor_name(self._source.name)):
+            publish = functools.partial(_publish, self._directory, parity, finished)
+            self._council.agree(publish, lambda _: None, otherwise=SaveFailed)
+        return finished
 
 
 def _agree_on_groups(council: Council, scheme: Scheme, mine: Member, source: Source) -> Descriptor:
     """This rank's group; save id and digests are not filled in."""
 
     def work() -> Member:
-        found = source.read.stat().st_size if isinstance(source.read, Path) else mine.nbytes
+        found = source.origin.stat().st_size if isinstance(source.origin, Path) else mine.nbytes
         if found != mine.nbytes:
             raise SaveFailed(
                 "the file to protect is not what was written",
-                path=source.read,
+                path=source.origin,
                 found=f"{found} bytes",
                 expected=f"{mine.nbytes} bytes",
                 action="See what else writes to this directory.",
@@ -113,11 +114,11 @@ def _agree_on_groups(council: Council, scheme: Scheme, mine: Member, source: Sou
     return Descriptor("", council.size, scheme, members.index(mine), members, ())
 
 
-def _write_parity(run: Runner, own: Descriptor, read: Path | Reader, temporary: Path) -> Sequence[ParityPiece]:
+def _write_parity(run: Runner, own: Descriptor, origin: Path | InMemory, temporary: Path) -> Sequence[ParityPiece]:
     """Take part in the group's exchange; this rank's parity is durable under its temporary name then."""
     data, parity = MemberFile(own.member, DATA), MemberFile(own.member, PARITY)
     parts = planner.parity_parts(own.scheme, own.sizes, own.member)
-    with Files({data: read}, {parity: temporary} if parts else {}) as files:
+    with Files({data: origin}, {parity: temporary} if parts else {}) as files:
         run([_on_ranks(c, own.ranks) for c in planner.encode(own.scheme, own.sizes)], files)
         size = max((part.offset + part.nbytes for part in parts), default=0)
         return files.finish({parity: size}).get(parity, ())

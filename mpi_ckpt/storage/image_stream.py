@@ -113,6 +113,14 @@ def write_image(fd: int, image: Image, contents: Sequence[Content]) -> tuple[str
     return sha256.hexdigest(), source.crc.value
 
 
+def view_image(image: Image, contents: Sequence[Content], lo: int, n: int) -> np.ndarray | None:
+    """**Local.** The image's bytes lo..lo+n-1, uint8 [n], if they lie together in memory; else None."""
+    for offset, content in zip(image.offsets, contents, strict=True):
+        if content.memory is not None and offset <= lo and lo + n <= offset + content.nbytes:
+            return content.memory[lo - offset : lo - offset + n]
+    return None
+
+
 def read_image(image: Image, contents: Sequence[Content], lo: int, out: np.ndarray) -> None:
     """**Local.** The image's bytes lo.. into all of `out` (uint8), from memory. `lo` begins on a page."""
     begin, hi = 0, lo + out.size

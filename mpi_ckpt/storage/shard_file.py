@@ -28,7 +28,14 @@ from mpi_ckpt.layout import Block
 from mpi_ckpt.storage import atomic, direct, names
 from mpi_ckpt.storage.crc import crc32c, hexadecimal, n_chunks
 from mpi_ckpt.storage.hdf5_image import Dataset, lay_out
-from mpi_ckpt.storage.image_stream import StreamedArray, array_content, bytes_content, read_image, write_image
+from mpi_ckpt.storage.image_stream import (
+    StreamedArray,
+    array_content,
+    bytes_content,
+    read_image,
+    view_image,
+    write_image,
+)
 from mpi_ckpt.storage.records import (
     FORMAT,
     ITEMSIZE,
@@ -109,6 +116,10 @@ class ShardImage:
         self._contents = [*contents, bytes_content(values), bytes_content(table.data)]
         self._digested = threading.Event()  # the table of checksums, the file's end, is filled as the file is written
         self.nbytes = self._image.nbytes
+
+    def view(self, lo: int, n: int) -> np.ndarray | None:
+        """**Local.** The bytes lo..lo+n-1, uint8 [n], where they lie in an array; None where they do not."""
+        return view_image(self._image, self._contents, lo, n)
 
     def read(self, lo: int, buffer: np.ndarray, n: int) -> None:
         """**Local.** The bytes lo..lo+n-1 into `buffer` (uint8); `lo` begins on a page. For those at the end of the
