@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 from mpi_ckpt.comm import exchange as exchange_module
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, CorruptShard, RankSilent, SaveFailed
+from mpi_ckpt.redundancy.coder import combine
 from mpi_ckpt.redundancy.descriptor import read_descriptor
 from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.rebuild import rebuild
@@ -304,6 +306,29 @@ def test_every_byte_is_read_once_in_bounded_memory(comm, shared_path, monkeypatc
     assert len({(file, lo) for file, lo, _ in reads}) == len(reads)
     assert sum(made) <= exchange_module.BUDGET
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mpi_ckpt")]
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+@pytest.mark.parametrize(("sent", "written"), [(5, 5), (5, 9000), (13 * MIB + 7, 15 * MIB + 1), (2 * MIB, 7)])
+def test_what_arrives_is_written_as_it_is_with_zeros_after_it(comm, sent, written):
+    source = np.frombuffer(np.random.default_rng(1).bytes(sent), np.uint8)
+    target = np.full(written, 255, np.uint8)
+
+    def write(part, lo, buffer, n):
+        target[lo : lo + n] = buffer[:n]
+        buffer[n:] = 255  # as it may
+        future = Future()
+        future.set_result(None)
+        return future
+
+    port = exchange_module.Port(lambda part, lo, n: source[lo : lo + n], read=None, write=write, combine=combine)
+    parts = [exchange_module.Part(0, "here", 0, sent)], [exchange_module.Part(1, "there", 0, written)]
+    one = exchange_module.Combination(*map(tuple, parts), ((1,),))
+    exchange_module.exchange(comm, [one], port, timeout=20)
+    if comm.rank == 1:
+        expected = np.zeros(max(sent, written), np.uint8)
+        expected[:sent] = source
+        assert target.tobytes() == expected[:written].tobytes()
 
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
