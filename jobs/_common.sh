@@ -2,14 +2,19 @@
 # What train.sbatch and local.sh share: run a launch, then decide whether the same line is worth launching again.
 # Sourced, never run. The statuses are those of mpi_ckpt/train/status.py; the runbook is jobs/README.md.
 
-# The newest committed step below run directory $1; 0 for none. A step is committed when its manifest exists.
+# The newest committed step of run directory $1; 0 for none. A step is committed when its manifest exists, here or, with
+# --local, on the nodes, of which only the log tells: by the last line that says which step was committed, or restored.
 newest_step() {
-  local newest=0 manifest step
+  local newest=0 manifest step log="$1/metrics.jsonl"
   for manifest in "$1"/checkpoints/step_*/manifest.json; do
     [[ $manifest =~ /step_([0-9]+)/manifest\.json$ && -e $manifest ]] || continue
     step=$((10#${BASH_REMATCH[1]}))
     ((step > newest)) && newest=$step
   done
+  if [[ -r $log ]]; then # a line that a crash cut short has no end and does not count
+    step=$(sed -nE '/^\{"event": "(commit|restore)", .*\}$/ s/.*"step": ([0-9]+)[,}].*/\1/p' "$log" | tail -n 1)
+    ((${step:-0} > newest)) && newest=$step
+  fi
   echo "$newest"
 }
 

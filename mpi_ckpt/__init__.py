@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpi_ckpt.errors import StepExists as StepExists
     from mpi_ckpt.errors import UnknownSchema as UnknownSchema
     from mpi_ckpt.errors import UnsupportedState as UnsupportedState
+    from mpi_ckpt.errors import UnusableOption as UnusableOption
     from mpi_ckpt.errors import WorldSizeMismatch as WorldSizeMismatch
     from mpi_ckpt.layout import Shard as Shard
     from mpi_ckpt.layout import shard_range as shard_range
@@ -62,6 +63,7 @@ _HOMES = {
         "StepExists",
         "UnknownSchema",
         "UnsupportedState",
+        "UnusableOption",
         "WorldSizeMismatch",
     ),
     "mpi_ckpt.layout": ("Shard", "shard_range"),

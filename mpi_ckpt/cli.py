@@ -11,7 +11,7 @@ import sys
 import textwrap
 from types import ModuleType
 
-from mpi_ckpt.errors import CheckpointError, NoCheckpoint, from_os_error
+from mpi_ckpt.errors import CheckpointError, NoCheckpoint, UnusableOption, from_os_error
 from mpi_ckpt.tools import (
     diff,
     export,
@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         return found
     except NoCheckpoint as error:
         return _fail(error, status.NOTHING_THERE)
+    except UnusableOption as error:
+        return _fail(error, status.USAGE)
     except CheckpointError as error:
         return _fail(error, status.NOT_WELL)
     except BrokenPipeError:

@@ -123,6 +123,10 @@ class StepExists(CheckpointError):
     """The step is committed already and `overwrite` was not asked for."""
 
 
+class UnusableOption(CheckpointError, ValueError):
+    """An option cannot be used as it was given: there is no such value, or two of them exclude each other."""
+
+
 class DirectoryInUse(CheckpointError):
     """Another launch writes to this checkpoint directory."""
 

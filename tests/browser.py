@@ -21,7 +21,7 @@ _FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
     "--remote-debugging-pipe",
 ]
-_PATIENCE = 60.0  # seconds of silence while an answer is awaited
+_PATIENCE = 240.0  # seconds of silence while an answer is awaited
 
 
 class Browser:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.batches import pytest_configure  # noqa: F401 - a hook
 from tests.launch import Launcher
 from tests.s3 import remote, s3, s3_server  # noqa: F401 - fixtures
 
@@ -21,6 +23,9 @@ os.environ.update(
     OMPI_MCA_rmaps_base_oversubscribe="1",
     OPENBLAS_NUM_THREADS="1",
 )
+# A session in the background of a script begins deaf to SIGINT; so would its launches.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def shared_path(comm):
     """
     path = Path(comm.bcast(tempfile.mkdtemp(prefix="mpi_ckpt-test-") if comm.rank == 0 else None))
     yield path
-    all_done, deadline = comm.Ibarrier(), time.monotonic() + 5
+    all_done, deadline = comm.Ibarrier(), time.monotonic() + 10
     while not all_done.Test() and time.monotonic() < deadline:  # bounded: a rank that failed may have left
         time.sleep(0.001)
     if comm.rank == 0:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+HANG = 240.0  # seconds: what has not ended by then never will, on a machine many times slower than an ordinary one too
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,16 @@ def is_open_mpi() -> bool:
 class Job:
     """A running program; `wait` gives its outcome."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], cwd: Path, env: dict[str, str], logs: Path | None = None) -> None:
+        """Start it in `cwd`, its output in files there or in `logs`."""
         self._began = time.monotonic()
-        self._out, self._err = (cwd / f"job-{time.monotonic_ns()}.{kind}" for kind in ("out", "err"))
+        self._out, self._err = ((logs or cwd) / f"job-{time.monotonic_ns()}.{kind}" for kind in ("out", "err"))
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
 
-    def wait(self, timeout: float) -> Outcome:
+    def wait(self, timeout: float = HANG) -> Outcome:
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -96,13 +98,13 @@ class Launcher:
         self,
         ranks: int,
         *arguments: str,
-        timeout: float = 60,
+        timeout: float = HANG,
         env: dict[str, str] | None = None,
         wrap: Sequence[str] = (),
     ) -> Outcome:
         return self.start(ranks, *arguments, env=env, wrap=wrap).wait(timeout)
 
-    def train(self, ranks: int, *arguments: str, timeout: float = 60, **options) -> Outcome:
+    def train(self, ranks: int, *arguments: str, timeout: float = HANG, **options) -> Outcome:
         return self(ranks, "-m", "mpi_ckpt.train", *arguments, timeout=timeout, **options)
 
     def end_all(self) -> None:

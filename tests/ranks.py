@@ -1,7 +1,9 @@
-"""What several tests under MPI need: the same error on all ranks, and the contents of a directory."""
+"""What several tests under MPI need: the same error on all ranks, notes of each other, contents of a directory."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,18 @@ def error_of(comm, kind: type[ExplainedError], run: Callable[[], object]) -> Exp
         run()
     same_everywhere(comm, (type(caught.value).__name__, str(caught.value), vars(caught.value)))
     return caught.value
+
+
+def notes_in(directory: Path) -> Path:
+    """A directory for `await_notes`."""
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def await_notes(directory: Path, many: int) -> None:
+    """Until there are that many files in `directory`: how a rank waits for others that must not hear from it."""
+    while len(os.listdir(directory)) < many:
+        time.sleep(0.01)
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest
 from mpi_ckpt.storage.records import ITEMSIZE, ShardRecord
 from mpi_ckpt.storage.shard_file import BlockToWrite, ShardAttributes, write_shard
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 
 SAVE_ID = "0123456789abcdef"
 DTYPES = sorted(ITEMSIZE)
@@ -148,7 +148,7 @@ def under_strace(tmp_path: Path, code: str, *options: str) -> tuple[str, list[st
         "--trace=fsync,ftruncate,pwrite64,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,write,close"
     )
     command = ["strace", "-f", "-y", "-o", str(log), traced, *options, sys.executable, "-c", program]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
     calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(tmp_path) in line]
     return run.stdout + run.stderr, calls
 

@@ -99,7 +99,7 @@ for step in range(20):
     dataset.batch(16 * step, 16, 0, 1)
 print(dataset.samples_per_epoch, rss() - before)
 """
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=99, check=True).stdout
     samples, grown_mib = map(int, out.split())
     assert samples == (128 * MIB - 1) // 16
     assert grown_mib < 64  # 320 scattered samples bring 64 KiB each at most, of 256 MiB

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from errno import EACCES, EIO, ENOSPC
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,9 @@ from mpi_ckpt import Checkpointer, cli
 from mpi_ckpt.errors import CheckpointError, OutcomeUnknown, SaveFailed
 from tests.programs.faults import Fault, watched
 from tests.programs.states import blank, differences, state
-from tests.ranks import contents, error_of, same_everywhere
+from tests.ranks import await_notes, contents, error_of, notes_in, same_everywhere
 
-mpi = pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+mpi = pytest.mark.mpi(ranks=[3], timeout=180, unit="s")
 
 FILE, DIRECTORY, MANIFEST = "step_*/rank*.h5.tmp", "step_????????", "step_*/manifest.json.tmp"
 ON_ANY_RANK = [
@@ -83,12 +84,10 @@ def test_a_fault_on_any_rank_in_any_phase_fails_the_save_on_all_and_only_it(comm
             step = 1 if overwrite else number
             before = contents(root)
             comm.Barrier()
-            began = time.monotonic()
             with faults_on(comm, rank, root, Fault(call, pattern, code, skip=skip)):
                 error = error_of(
                     comm, SaveFailed, lambda step=step: ckpt.save(step, mine(comm, step, "bad"), overwrite=overwrite)
                 )
-            assert time.monotonic() - began < 5
             assert type(error) is SaveFailed
             assert error.rank == rank
             assert f"[Errno {code}]" in str(error)
@@ -144,7 +143,7 @@ def test_the_error_of_an_asynchronous_save_is_raised_by_whatever_comes_next(comm
     root = shared_path / "root"
 
     def poll(ckpt) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for step in range(100, 10**9):
             try:
                 ckpt.save_if_due(step, {})
@@ -192,13 +191,11 @@ def test_a_callback_that_raises_on_one_rank_stops_nobody(comm, shared_path):
         if comm.rank == 1:
             raise RuntimeError(f"no interest in {event}")
 
-    began = time.monotonic()
-    with Checkpointer(shared_path / "root", comm, keep=2, timeout=10, on_event=on_event) as ckpt:
+    with Checkpointer(shared_path / "root", comm, keep=2, timeout=3600, on_event=on_event) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, mine(comm, step))
         check_restores(comm, ckpt, 4)
         assert ckpt.all_steps() == [3, 4]
-    assert time.monotonic() - began < 8
 
 
 @mpi
@@ -222,18 +219,17 @@ def test_an_interrupt_on_one_rank_while_it_writes_fails_the_save_on_all(comm, sh
         check_intact(comm, root)
 
 
-class Slow(Fault):
-    """Takes `seconds` once instead of failing."""
+class Hanging(Fault):
+    """Does not come back, once, until there are that many `notes`; then it works."""
 
-    def __init__(self, call: str, path: str, seconds: float) -> None:
+    def __init__(self, call: str, path: str, notes: Path, many: int) -> None:
         super().__init__(call, path, EIO)
-        self.seconds = seconds
+        self.notes, self.many = notes, many
 
     def _strike(self) -> None:
         with contextlib.suppress(OSError):
             return super()._strike()
-        time.sleep(self.seconds)
-        return None
+        return await_notes(self.notes, self.many)
 
 
 def failure(ckpt: Checkpointer, step: int, saved: dict) -> CheckpointError | None:
@@ -250,23 +246,24 @@ def failure(ckpt: Checkpointer, step: int, saved: dict) -> CheckpointError | Non
 @pytest.mark.parametrize("async_io", [False, True], ids=["sync", "async"])
 def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it(comm, shared_path, async_io):
     root = shared_path / "root"
-    with Checkpointer(root, comm, keep=None, timeout=0.5, async_io=async_io) as ckpt:
+    with Checkpointer(root, comm, keep=None, timeout=1.0, async_io=async_io) as ckpt:
         ckpt.save(1, mine(comm, 1))
         ckpt.wait_until_finished()
         for step, rank in ((2, 1), (3, 2)):
+            notes = notes_in(shared_path / f"given up {step}")
             comm.Barrier()
-            began = time.monotonic()
-            with faults_on(comm, rank, root, Slow("fsync", f"step_{step:08d}/rank*.tmp", 2.0)):
-                error = failure(ckpt, step, mine(comm, step, "late"))
-                seconds = time.monotonic() - began
-            assert type(error) is SaveFailed
-            assert error.rank == rank
-            assert f"no word from rank {rank}" in str(error)
-            assert seconds > 1.9 if comm.rank == rank else seconds < 1.8
-            # The others do not wait: they try again at once, while the old file may still arrive.
-            while (error := failure(ckpt, step, mine(comm, step, "in time"))) is not None:
-                assert f"no word from rank {rank}" in str(error)
-                assert time.monotonic() - began < 10
+            # The others do not wait for the disk: they fail twice before it comes back, and its file may still arrive.
+            hanging = Hanging("fsync", f"step_{step:08d}/rank*.tmp", notes, many=2 * (comm.size - 1))
+            with faults_on(comm, rank, root, hanging):
+                error, failures = failure(ckpt, step, mine(comm, step, "late")), 0
+                assert type(error) is SaveFailed
+                assert error.rank == rank
+                while error is not None:
+                    assert f"no word from rank {rank}" in str(error)
+                    failures += 1
+                    comm.rank == rank or (notes / f"{comm.rank} {failures}").touch()
+                    error = failure(ckpt, step, mine(comm, step, "in time"))
+                assert failures >= (1 if comm.rank == rank else 2)
             check_restores(comm, ckpt, step, "in time")
         assert ckpt.all_steps() == [1, 2, 3]
     check_intact(comm, root)
@@ -275,14 +272,15 @@ def test_a_disk_that_hangs_fails_the_save_by_name_and_the_next_save_waits_for_it
 @mpi
 def test_when_the_disk_of_rank_0_hangs_the_others_do_not_know_the_outcome_and_the_next_save_works(comm, shared_path):
     for async_io in (False, True):
-        root = shared_path / f"root{async_io}"
-        slow = Slow("fsync", "step_00000002/rank*.tmp", 1.8)
-        with faults_on(comm, 0, root, slow), Checkpointer(root, comm, timeout=0.5, async_io=async_io) as ckpt:
+        root, notes = shared_path / f"root{async_io}", notes_in(shared_path / f"given up {async_io}")
+        hanging = Hanging("fsync", "step_00000002/rank*.tmp", notes, many=comm.size - 1)
+        with faults_on(comm, 0, root, hanging), Checkpointer(root, comm, timeout=1.0, async_io=async_io) as ckpt:
             assert failure(ckpt, 1, mine(comm, 1)) is None
             error = failure(ckpt, 2, mine(comm, 2))
             if comm.rank > 0:
                 assert type(error) is OutcomeUnknown
                 assert "outcome unknown: no word from rank 0" in str(error)
+                (notes / str(comm.rank)).touch()
             comm.Barrier()
             check_restores(comm, ckpt, 2)  # rank 0 had all votes, so it did commit
             assert failure(ckpt, 3, mine(comm, 3)) is None

@@ -15,6 +15,7 @@ import pytest
 from mpi_ckpt.checkpoint.read import read
 from mpi_ckpt.storage import names
 from tests.checkpoints import same_bits
+from tests.launch import HANG
 
 SHAPE = (203, 117)
 STEPS = 2000
@@ -52,7 +53,7 @@ def heat2d(run_dir: Path, *, shape: tuple[int, int] = SHAPE, steps: int = STEPS,
 
 def kill_after(job, root: Path, step: int) -> int:
     """SIGKILL one rank once `step` is committed; the newest step that is left, which must not be the last one."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG
     while max(names.list_steps(root), default=0) < step:
         assert time.monotonic() < deadline, f"step {step} does not come\n{job.output()}"
         assert job.process.poll() is None, f"the job has ended\n{job.output()}"
@@ -60,7 +61,7 @@ def kill_after(job, root: Path, step: int) -> int:
     rank = job.ranks()[-1]
     shared = {line.split()[5] for line in Path(f"/proc/{rank}/maps").read_text().splitlines() if "mpich_shm" in line}
     os.kill(rank, signal.SIGKILL)
-    assert job.wait(20).status != 0
+    assert job.wait().status != 0
     for path in shared:  # MPICH's, 4 MB a killed job
         Path(path).unlink(missing_ok=True)
     newest = max(names.list_steps(root))
@@ -73,7 +74,7 @@ def test_a_field_killed_twice_and_continued_on_other_grids_is_that_of_one_array_
     arguments = heat2d(tmp_path / "run")
     on_2x2 = kill_after(launch.start(4, *arguments), root, STEPS // 4)
     on_3x1 = kill_after(launch.start(3, *arguments, "--elastic"), root, on_2x2 + STEPS // 8)
-    last = launch(1, *arguments, "--elastic", timeout=30).check()
+    last = launch(1, *arguments, "--elastic").check()
     assert f"from step {on_3x1} on 1 x 1 ranks" in last.stdout
     expected = reference(SHAPE, STEPS)
     assert same_bits(read(root, STEPS, "u"), expected)
@@ -83,7 +84,7 @@ def test_a_field_killed_twice_and_continued_on_other_grids_is_that_of_one_array_
 @pytest.mark.parametrize(("ranks", "shape"), [(6, (7, 5)), (3, (57, 1)), (4, (2, 2))])
 def test_uneven_and_single_cell_blocks_give_the_same_field(launch, tmp_path, ranks, shape):
     steps = 57  # of which 50 is saved because it is due, and the last because it is the last
-    launch(ranks, *heat2d(tmp_path / "run", shape=shape, steps=steps, every=50), timeout=30).check()
+    launch(ranks, *heat2d(tmp_path / "run", shape=shape, steps=steps, every=50)).check()
     root = tmp_path / "run" / "checkpoints"
     for step in (50, steps):
         expected = reference(shape, step)
@@ -92,7 +93,7 @@ def test_uneven_and_single_cell_blocks_give_the_same_field(launch, tmp_path, ran
 
 
 def test_the_reported_heat_is_that_of_the_whole_plate(launch, tmp_path):
-    output = launch(3, *heat2d(tmp_path / "run", steps=8), timeout=30).check().stdout.splitlines()
+    output = launch(3, *heat2d(tmp_path / "run", steps=8)).check().stdout.splitlines()
     field = reference(SHAPE, 8)
     assert len(output) == 9
     assert output[-1].startswith("step 8, ")
@@ -100,15 +101,15 @@ def test_the_reported_heat_is_that_of_the_whole_plate(launch, tmp_path):
 
 
 def test_more_ranks_than_rows_or_columns_is_a_plain_error(launch, tmp_path):
-    outcome = launch(4, *heat2d(tmp_path / "run", shape=(203, 1)), timeout=30)
+    outcome = launch(4, *heat2d(tmp_path / "run", shape=(203, 1)))
     assert outcome.status != 0
     assert outcome.stderr.count("found 2 x 2 ranks for 203 x 1 cells") == 4, "every rank says why it leaves"
     assert "Traceback" not in outcome.stderr
 
 
 def test_another_number_of_ranks_without_elastic_is_refused_and_changes_nothing(launch, tmp_path):
-    launch(4, *heat2d(tmp_path / "run", steps=10), timeout=30).check()
-    outcome = launch(3, *heat2d(tmp_path / "run", steps=20), timeout=30)
+    launch(4, *heat2d(tmp_path / "run", steps=10)).check()
+    outcome = launch(3, *heat2d(tmp_path / "run", steps=20))
     assert outcome.status != 0
     assert "found 4 ranks in the checkpoint; expected 3 ranks" in outcome.stderr
     assert "--elastic" in outcome.stderr

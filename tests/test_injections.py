@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from mpi_ckpt.train.config import ConfigError, Options
+from tests.launch import Launcher
 from tests.training import events, losses, rows, same_end
 
 FLAGS = "--run-dir", "run", "--ckpt-every", "5steps", "--steps", "14"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run without a fault."""
+    launcher = Launcher(tmp_path_factory.mktemp("whole"))
+    launcher.train(2, *FLAGS).check()
+    return launcher.cwd / "run"
 
 
 @pytest.mark.parametrize(
@@ -26,22 +35,20 @@ def test_a_rank_that_is_not_there_is_bad_usage(launch):
     assert "found rank 2" in outcome.stderr
 
 
-def test_a_killed_rank_is_killed_once(launch):
-    launch.train(2, "--run-dir", "whole", *FLAGS[2:]).check()
+def test_a_killed_rank_is_killed_once(launch, whole):
     killed = launch.train(2, *FLAGS, "--inject", "kill:8:1")
     assert killed.status not in (0, 1, 2, 73, 75, 77, 79)
     assert max(rows(launch.cwd / "run")) == 7
     launch.train(2, *FLAGS, "--inject", "kill:8:1").check()
-    same_end(launch.cwd / "run", launch.cwd / "whole", 14)
+    same_end(launch.cwd / "run", whole, 14)
     assert events(launch.cwd / "run", "injection") == [{"step": 8, "kind": "kill", "rank": 1}]
 
 
-def test_a_spike_of_the_learning_rate_lasts_one_step(launch):
+def test_a_spike_of_the_learning_rate_lasts_one_step(launch, whole):
     launch.train(2, *FLAGS, "--inject", "lr-spike:7:3", "--no-guard").check()
     run = launch.cwd / "run"
     assert [rows(run)[step]["lr"] for step in (6, 7, 8)] == pytest.approx([3e-3, 9e-3, 3e-3], rel=1e-12)
-    launch.train(2, "--run-dir", "whole", *FLAGS[2:]).check()
-    ours, plain = losses(run), losses(launch.cwd / "whole")
+    ours, plain = losses(run), losses(whole)
     assert [ours[s] == plain[s] for s in (6, 7, 8)] == [True, True, False]
 
 

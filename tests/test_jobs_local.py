@@ -19,7 +19,8 @@ import pytest
 from mpi_ckpt import errors
 from mpi_ckpt.storage import names
 from mpi_ckpt.train import metrics, status
-from tests.launch import ROOT, Job, mpirun
+from mpi_ckpt.train.metrics import MetricsLog
+from tests.launch import HANG, ROOT, Job, mpirun
 from tests.slurm import eventually
 
 JOBS = ROOT / "jobs"
@@ -66,7 +67,7 @@ def ranks_of(job: Job) -> list[int]:
 
 
 def test_a_run_that_is_finished_is_not_launched_again(local):
-    outcome = local.start("--steps", "3").wait(60)
+    outcome = local.start("--steps", "3").wait()
     assert outcome.status == status.FINISHED, outcome
     assert outcome.stdout.count("[job] status") == 1
     assert local.newest() == 3
@@ -76,9 +77,9 @@ def test_a_killed_rank_is_launched_again_and_the_losses_are_those_of_a_run_that_
     train = ("--steps", "400", "--lr", "1e-3")
     launch.train(2, "--run-dir", "whole", "--ckpt-every", "50steps", *train).check()
     job = local.start(*train)
-    eventually(lambda: local.newest() > 0, 60, job.output)
+    eventually(lambda: local.newest() > 0, HANG, job.output)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
-    outcome = job.wait(120)
+    outcome = job.wait()
     assert outcome.status == status.FINISHED, outcome
     assert outcome.stdout.count("[job] status") == 2
     whole = Local(local.cwd)
@@ -90,20 +91,20 @@ def test_launches_without_progress_end_after_the_bounded_tries(local):
     (local.run_dir / "checkpoints").mkdir(parents=True)
     with (local.run_dir / "checkpoints/writer.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another writer: every launch fails
-        outcome = local.start("--steps", "3", MAX_LAUNCHES="2").wait(60)
+        outcome = local.start("--steps", "3", MAX_LAUNCHES="2").wait()
     assert outcome.status == status.FAILED, outcome
     assert outcome.stdout.count(f"[job] status {status.FAILED} at step 0: again") == 1
     assert outcome.stdout.count(f"[job] status {status.FAILED} at step 0: give-up") == 1
 
 
 def test_a_usage_error_is_not_launched_again(local):
-    outcome = local.start("--lr", "-1").wait(60)
+    outcome = local.start("--lr", "-1").wait()
     assert outcome.status == status.USAGE, outcome
     assert outcome.stdout.count("[job] status") == 1
 
 
 def test_a_divergence_is_not_launched_again(local):
-    outcome = local.start("--steps", "40", "--on-spike", "stop", "--inject", "nan:10:1").wait(60)
+    outcome = local.start("--steps", "40", "--on-spike", "stop", "--inject", "nan:10:1").wait()
     assert outcome.status == status.DIVERGED, outcome
     assert outcome.stdout.count("[job] status") == 1
 
@@ -111,9 +112,9 @@ def test_a_divergence_is_not_launched_again(local):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_asked_to_leave_it_checkpoints_once_and_is_not_launched_again(local, number):
     job = local.start("--steps", "100000", "--lr", "1e-3")
-    eventually(lambda: local.newest() > 0, 60, job.output)
+    eventually(lambda: local.newest() > 0, HANG, job.output)
     os.kill(job.process.pid, number)
-    outcome = job.wait(60)
+    outcome = job.wait()
     assert outcome.status == status.PREEMPTED, outcome
     assert outcome.stdout.count("[job] status") == 1
     assert f"[job] status {status.PREEMPTED} at step {local.newest()}: asked to leave" in outcome.stdout
@@ -125,9 +126,9 @@ def test_the_pause_after_a_launch_without_progress_ends_when_asked_to_leave(loca
     with (local.run_dir / "checkpoints/writer.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = local.start("--steps", "3", PAUSE="600", PAUSE_MAX="600")
-        eventually(lambda: ": again" in job.output(), 60, job.output)
+        eventually(lambda: ": again" in job.output(), HANG, job.output)
         os.kill(job.process.pid, signal.SIGTERM)
-        outcome = job.wait(20)
+        outcome = job.wait()
     assert outcome.status == status.FAILED, outcome
     assert outcome.stdout.count("[job] status") == 1
 
@@ -137,17 +138,18 @@ def test_a_signal_before_the_launch_is_not_lost():
 
 
 @pytest.mark.parametrize(("how", "received"), [("leave", "1"), ("leave insist", "2")])
-def test_a_second_signal_reaches_the_launch_only_if_it_is_to_insist(how, received):
-    launch = """n=0; trap '((n += 1))' USR1; until ((SECONDS > 3)); do sleep 0.1; done; exit $n"""
-    signals = "(for i in 1 2; do sleep 1; kill -USR1 $$; done) &"
-    script = f"trap '{how}' USR1; {signals} status=0; run_launch bash -c \"$1\" || status=$?; echo $status"
-    assert bash(f"set -- {shlex.quote(launch)}; {script}; :").splitlines()[-1] == received
+def test_a_second_signal_reaches_the_launch_only_if_it_is_to_insist(tmp_path, how, received):
+    launch = """n=0; trap '((n += 1))' USR1; touch ready; until [[ -e enough ]]; do sleep 0.1; done; exit $n"""
+    twice = "until [[ -e ready ]]; do sleep 0.1; done; for i in 1 2; do kill -USR1 $$; sleep 1; done; touch enough"
+    script = f"trap '{how}' USR1; ({twice}) & status=0; run_launch bash -c \"$1\" || status=$?; echo $status"
+    here = f"cd {shlex.quote(str(tmp_path))}; set -- {shlex.quote(launch)}"
+    assert bash(f"{here}; {script}; :").splitlines()[-1] == received
 
 
 def bash(function: str, *arguments: object) -> str:
     script = f'set -euo pipefail; . "{JOBS}/_common.sh"; {function} "$@"'
     command = ["bash", "-c", script, "bash", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,35 @@ def test_only_committed_steps_count_and_as_numbers(tmp_path):
     assert bash("newest_step", tmp_path) == "100000008"
 
 
+def test_a_step_that_is_committed_on_the_nodes_counts_until_the_run_goes_back_behind_it(tmp_path):
+    def log(*rows: dict, torn: str = "") -> str:
+        for row in rows:
+            with MetricsLog(tmp_path) as metrics_log:
+                metrics_log.write(row)
+        with (tmp_path / metrics.FILE_NAME).open("a") as file:
+            file.write(torn)
+        return bash("newest_step", tmp_path)
+
+    directory = names.step_dir(tmp_path / "checkpoints", 10)
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").touch()
+    assert log({"event": "launch", "step": 0, "settings": {"event": "commit", "step": 99}}, {"step": 98}) == "10"
+    assert log({"event": "commit", "step": 90, "nbytes": 1, "tier": "local"}) == "90"
+    assert log({"event": "commit", "step": 100, "nbytes": 1}, {"event": "upload", "step": 300}) == "100"
+    assert log(torn='{"event": "commit", "step": 110, "nbytes"') == "100"
+    assert log({"event": "restore", "step": 90, "restore_seconds": 0.1}) == "90"
+    assert log({"event": "restore", "step": 5}) == "10", "what the directory holds counts in any case"
+
+
+def test_launches_that_advance_on_the_nodes_alone_are_not_given_up(local):
+    """Each dies a step before the run would be shared; the nodes have what it did."""
+    train = ("--steps", "12", "--local", "nodes/{domain}", "--redundancy", "single", "--no-async-io")
+    faults = (f for step in (5, 8, 11) for f in ("--inject", f"kill:{step}:1"))
+    outcome = local.start(*train, *faults, CKPT_EVERY="3steps", MAX_LAUNCHES="2").wait()
+    assert outcome.status == status.FINISHED, outcome
+    assert re.findall(r"status \d+ at step (\d+): again", outcome.stdout) == ["3", "6", "9"]
+
+
 def test_launches_in_a_row_without_progress_are_counted_across_scripts(tmp_path):
     def commit(step: int) -> None:
         directory = names.step_dir(tmp_path / "checkpoints", step)
@@ -201,7 +232,9 @@ def test_launches_in_a_row_without_progress_are_counted_across_scripts(tmp_path)
 
 
 def test_the_statuses_that_end_the_loop_are_those_of_the_program():
-    hopeless = [number for number in range(256) if bash("decide", number, 0, 1, 1, 3) == "hopeless"]
+    verdicts = bash("for number in {0..255}; do decide $number 0 1 1 3; done; :").splitlines()
+    assert len(verdicts) == 256
+    hopeless = [number for number, verdict in enumerate(verdicts) if verdict == "hopeless"]
     assert hopeless == sorted([status.USAGE, status.DIVERGED, status.DAMAGED])
 
 
@@ -211,7 +244,7 @@ def test_the_runbook_names_every_status_error_and_event():
     kinds = {
         name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__module__ == errors.__name__
     }
-    events = set(re.findall(r"^    ([a-z_]+)  ", str(metrics.__doc__), re.MULTILINE))
+    events = set(re.findall(r"^    ([a-z_]+) ", str(metrics.__doc__), re.MULTILINE))
     assert {"73", "75"} <= statuses
     assert {"launch", "commit"} <= events
     explained = set(re.findall(r"`(\w+)`", runbook)) | set(re.findall(r"^\| (\d+) \|", runbook, re.MULTILINE))
@@ -225,6 +258,6 @@ def test_the_scripts_are_clean():
     assert len(scripts) == 5
     outcome = subprocess.run(
         ["shellcheck", "--external-sources", *scripts],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False,
     )  # fmt: skip
     assert outcome.returncode == 0, outcome.stdout

@@ -3,73 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 import shutil
+import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpi_ckpt import Checkpointer, PerRank, Shard, shard_range
-from mpi_ckpt.errors import CheckpointError, DirectoryInUse, MissingShard, SaveFailed, StepExists
+from mpi_ckpt import Checkpointer, PerRank
+from mpi_ckpt.errors import CheckpointError, DirectoryInUse, MissingShard, SaveFailed, StepExists, UnusableOption
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
+from tests.cluster import Cluster
+from tests.launch import ROOT, Job, mpirun
 from tests.ranks import contents, error_of, same_everywhere
 from tests.tool_cases import verb
 from tests.training import committed, events, same_end
-
-ELEMENTS = 50_000
-
-
-class Cluster:
-    """A launch after the other on "nodes", directories below `path`: rank r runs in the failure domain of[r]."""
-
-    def __init__(self, comm, path: Path, redundancy: str = "xor", **options) -> None:
-        self.comm, self.path = comm, path
-        self.options = {"redundancy": redundancy, "shared_every": 100, "async_io": False, "timeout": 20.0} | options
-        self.events: list[dict] = []
-
-    def open(self, of: str, comm=None, **options) -> Checkpointer:
-        comm = comm or self.comm
-        domain = of.split()[comm.rank] if " " in of else of[comm.rank]
-        options = {"local": f"{self.path}/nodes/{{domain}}", "domain": domain} | self.options | options
-        return Checkpointer(self.path / "shared", comm, on_event=self.events.append, **options)
-
-    def state(self, step: int | None, comm=None) -> dict:
-        """This rank's part at a step; NaN where it is to be restored."""
-        comm = comm or self.comm
-        start, stop = shard_range(ELEMENTS, comm.size, comm.rank)
-        x = np.full(stop - start, np.nan) if step is None else np.arange(start, stop) * 1.5 + step
-        return {"x": Shard(x, start, ELEMENTS), "step": step, "own": PerRank(comm.rank * 10 if step else None)}
-
-    def save(self, of: str, *steps: int, **options) -> None:
-        with self.open(of, **options) as checkpointer:
-            for step in steps:
-                checkpointer.save(step, self.state(step))
-
-    def restore(self, of: str, step: int | None = None, **options) -> int | None:
-        """**Collective.** The step that was found; its contents are what was saved."""
-        with self.open(of, **options) as checkpointer:
-            state = self.state(None)
-            found = checkpointer.restore(state, step)
-        if found is None:
-            return None
-        expected = self.state(found.step)
-        assert np.array_equal(state["x"].array, expected["x"].array), "other bits"
-        assert state["own"].value == expected["own"].value
-        return found.step
-
-    def lose(self, *nodes: str) -> None:
-        self.comm.barrier()
-        for node in nodes if self.comm.rank == 0 else ():
-            shutil.rmtree(self.node(node))
-        self.comm.barrier()
-
-    def node(self, name: str) -> Path:
-        return self.path / "nodes" / name
-
-    def named(self, event: str) -> list[dict]:
-        return [found for found in self.events if found["event"] == event]
 
 
 @pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
@@ -257,17 +209,99 @@ def test_orphans_and_shared_directories_are_refused(comm, shared_path):
         comm.barrier()
         error = error_of(comm, CheckpointError, lambda: checkpointer.save(20, cluster.state(20)))
         assert isinstance(error, DirectoryInUse)
-    error = error_of(comm, DirectoryInUse, lambda: cluster.open("ab", local=f"{shared_path}/one"))
+    error = error_of(comm, UnusableOption, lambda: cluster.open("ab", local=f"{shared_path}/one"))
     assert "{domain}" in str(error)
+    error = error_of(comm, UnusableOption, lambda: cluster.open("aa", local=f"{shared_path}/shared"))
+    assert "the directory of the shared tier" in str(error)
 
 
-@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_nodes_that_cannot_protect_each_other_are_refused_at_once(comm, shared_path):
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+@pytest.mark.parametrize(
+    ("option", "missing"),
+    [
+        ({"redundancy": "xor"}, "local"),
+        ({"local_keep": 2}, "local"),
+        ({"shared_every": 10}, "local"),
+        ({"domain": "a"}, "local"),
+        ({"remote_keep": 2}, "remote"),
+        ({"remote_bandwidth": 1e6}, "remote"),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_tier_that_is_not_there_is_refused(comm, shared_path, option, missing):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}: found .* without `{missing}`"):
+        Checkpointer(shared_path / "c", comm, **option)
+    assert not (shared_path / "c").exists()
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_protection_that_is_weaker_than_promised_is_said_once_a_launch_and_still_protects(comm, shared_path, caplog):
+    cluster = Cluster(comm, shared_path, "rs:2+2")
+    with caplog.at_level(logging.WARNING):
+        cluster.save("aabb", 10, 20)
+    assert caplog.text.count("1 of these may be lost at once, not 2") == (comm.rank == 0)
+    (weak,) = cluster.named("weak_redundancy")
+    assert weak == {"event": "weak_redundancy", "step": 10, "scheme": "rs:2+2", "tolerance": 1, "promised": 2}
+    cluster.lose("b")
+    assert cluster.restore("aabb") == 20
+    assert cluster.named("rebuild")[-1]["weak"] == [(0, 1, 2, 3)]
+    parity = cluster.node("a") / "step_00000020" / "rank00000.parity"
+    before = parity.stat().st_mtime_ns
+    assert cluster.restore("aabb") == 20
+    assert parity.stat().st_mtime_ns == before, "no other groups would be stronger: nothing is coded again"
+    assert cluster.restore("abcd") == 20
+    assert cluster.named("rebuild")[-1]["weak"] == []
+    cluster.save("abcd", 30)
+    assert len(cluster.named("weak_redundancy")) == 1
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+@pytest.mark.parametrize(("nodes", "domains"), [("aaa", 1), ("aab", 2)])
+def test_nodes_that_cannot_protect_each_other_go_on_unprotected_and_say_so_once(
+    comm, shared_path, caplog, nodes, domains
+):
     cluster = Cluster(comm, shared_path)
-    error = error_of(comm, CheckpointError, lambda: cluster.open("aa"))
-    assert "failure domain" in str(error)
-    cluster.save("aa", 10, redundancy="single")
-    assert cluster.restore("aa", redundancy="single") == 10
+    with caplog.at_level(logging.WARNING):
+        cluster.save(nodes, 10, 20)
+    assert caplog.text.count("UNPROTECTED") == (comm.rank == 0)
+    if comm.rank == 0:
+        for said in ("xor cannot protect these ranks", f"of 3 ranks in 'a', {domains} domain", "over more nodes"):
+            assert said in caplog.text
+    (event,) = cluster.named("unprotected")
+    assert event == {"event": "unprotected", "step": 10, "scheme": "xor", "domains": domains}
+    assert not cluster.named("weak_redundancy")
+    assert not [*cluster.path.rglob("*.parity")]
+    assert cluster.restore(nodes) == 20
+    cluster.save("abc", 30)  # enough nodes again: what is saved now is protected
+    cluster.lose("b")
+    assert cluster.restore("abc") == 30
+
+
+@pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
+def test_what_was_saved_unprotected_is_protected_once_there_are_enough_nodes(comm, shared_path):
+    cluster = Cluster(comm, shared_path)
+    cluster.save("aaa", 10)
+    assert cluster.restore("abc") == 10
+    cluster.lose("b")
+    assert cluster.restore("abc") == 10
+    cluster.lose("a")
+    assert cluster.restore("abc") == 10
+    assert not cluster.named("local_loss")
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+def test_protection_that_costs_more_than_promised_is_said_at_launch(comm, shared_path, caplog):
+    """rs:4+2 on four nodes: groups of four with two parities, as many bytes again as the data have."""
+    cluster = Cluster(comm, shared_path, "rs:4+2")
+    with caplog.at_level(logging.WARNING):
+        cluster.save("abcd", 10)
+    said = "rs:4+2 on 4 failure domains", "2 of these may be lost at once", "100 % of the bytes of the data, not 50 %"
+    assert [caplog.text.count(text) for text in said] == [int(comm.rank == 0)] * 3
+    assert not cluster.named("weak_redundancy")
+    sizes = {kind: sum(path.stat().st_size for path in shared_path.rglob(f"*.{kind}")) for kind in ("h5", "parity")}
+    assert sizes["h5"] <= sizes["parity"] < 1.1 * sizes["h5"]
+    cluster.lose("b", "d")
+    assert cluster.restore("abcd") == 10
 
 
 @pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
@@ -359,6 +393,37 @@ def test_asynchronous_saves_commit_on_nodes_and_beyond(launch, tmp_path, threads
     assert [found["restored"] for found in json.loads(restored.stdout)] == [30] * 4
 
 
+def test_the_readme_s_nodes_on_one_machine_work_as_they_are_written(launch):
+    """Its lines, but for the place of the nodes."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (script,) = (block for block in blocks if "{rank}" in block)
+    path = os.pathsep.join([os.path.dirname(mpirun()), os.path.dirname(sys.executable), os.environ["PATH"]])
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PATH": path, "PYTHONPATH": python_path}
+    job = Job(["bash", "-ec", script.replace("/tmp/demo-nodes", "demo-nodes")], launch.cwd, env)
+    try:
+        outcome = job.wait().check()
+    finally:
+        job.end()
+    assert "resumed runs/nodes after step 20 from the nodes; rebuilt rank00002.h5\n" in outcome.stdout
+    assert committed(launch.cwd / "runs/nodes")[-1] == 30
+
+
+def test_a_run_that_is_left_with_one_of_its_two_nodes_goes_on_there(launch):
+    """Four ranks on two nodes; one is gone for good, and two ranks go on from what its parity gives back."""
+    options = ("--local", "nodes/{domain}", "--run-dir", "run", "--ckpt-every", "2steps", "--no-async-io")
+    died = launch.train(4, *options, "--steps", "12", "--inject", "kill:7:3", wrap=AS_NODES)
+    assert died.status != 0
+    shutil.rmtree(launch.cwd / "nodes" / "node1")
+    alone = launch.train(2, *options, "--elastic", "--stop-at", "10", wrap=AS_NODES).check()
+    assert alone.stderr.count("UNPROTECTED") == 1
+    assert [event["step"] for event in events(launch.cwd / "run", "restore")] == [6]
+    assert [event["step"] for event in events(launch.cwd / "run", "unprotected")] == [8]
+    both = launch.train(4, *options, "--elastic", wrap=AS_NODES).check()
+    assert "UNPROTECTED" not in both.stderr
+    assert (launch.cwd / "nodes/node1/run/step_00000012/rank00003.parity").exists()
+
+
 AS_NODES = ("sh", "-c", 'MPI_CKPT_DOMAIN=node$((${PMI_RANK:-$OMPI_COMM_WORLD_RANK} / 2)) exec "$@"', "sh")
 
 
@@ -371,7 +436,8 @@ def test_a_run_that_loses_a_node_between_launches_continues_bit_identically(laun
     assert died.status != 0
     assert committed(launch.cwd / "run") == []
     shutil.rmtree(launch.cwd / "nodes" / "node1")
-    launch.train(4, *nodes, wrap=AS_NODES).check()
+    again = launch.train(4, *nodes, wrap=AS_NODES).check()
+    assert "resumed run after step 6 from the nodes; rebuilt rank00002.h5, rank00003.h5\n" in again.stdout
     assert events(launch.cwd / "run", "rebuild")[0]["rebuilt"] == ["rank00002.h5", "rank00003.h5"]
     assert [event["step"] for event in events(launch.cwd / "run", "restore")] == [6]
     same_end(launch.cwd / "whole", launch.cwd / "run", 8)

@@ -38,7 +38,7 @@ from mpi_ckpt import (
 from mpi_ckpt.checkpoint.state import walk
 from mpi_ckpt.comm.agreement import Council
 from tests.checkpoints import bits, exact, flip, manifest_of, on_one, raised, same_bits, shard_file, step_dir
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 
 # -- the ten lines ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,6 @@ def test_the_ten_lines_start_fresh_then_resume_to_the_bits_of_a_run_never_interr
     assert refused.status != 0
     assert "WorldSizeMismatch" in refused.stderr
     assert "world_size='any'" in refused.stderr
-    assert refused.seconds < 30
 
 
 # -- the plain functions ---------------------------------------------------------------------------------------------
@@ -274,7 +273,7 @@ def test_every_public_name_is_there_and_typed_and_nothing_starts_mpi_by_being_na
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         mpi_ckpt.nothing  # noqa: B018
     code = "from mpi_ckpt import *; import sys; assert 'mpi4py.MPI' not in sys.modules; assert Checkpointer and Shard"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANG)
 
 
 def public_functions(where: object) -> dict[str, Callable]:

@@ -107,10 +107,15 @@ def test_a_directory_that_is_not_there_holds_nothing(tmp_path):
 
 
 def test_the_failure_domain_is_the_flag_or_the_variable_or_the_node():
-    assert failure_domain("rack 7", {"MPI_CKPT_DOMAIN": "b", "SLURMD_NODENAME": "c"}) == "rack 7"
-    assert failure_domain(None, {"MPI_CKPT_DOMAIN": "b", "SLURMD_NODENAME": "c"}) == "b"
-    assert failure_domain(None, {"MPI_CKPT_DOMAIN": "", "SLURMD_NODENAME": "c"}) == "c"
-    assert failure_domain(None, {}) != ""
+    assert failure_domain(3, "rack 7", {"MPI_CKPT_DOMAIN": "b", "SLURMD_NODENAME": "c"}) == "rack 7"
+    assert failure_domain(3, None, {"MPI_CKPT_DOMAIN": "b", "SLURMD_NODENAME": "c"}) == "b"
+    assert failure_domain(3, None, {"MPI_CKPT_DOMAIN": "", "SLURMD_NODENAME": "c"}) == "c"
+    assert failure_domain(3, None, {}) != ""
+
+
+def test_a_rank_in_the_name_of_a_failure_domain_makes_a_node_of_each():
+    assert failure_domain(3, "rack 7, {rank}", {}) == "rack 7, 3"
+    assert failure_domain(12, None, {"MPI_CKPT_DOMAIN": "node{rank}"}) == "node12"
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -149,5 +154,5 @@ def test_plan_on_one_node_says_that_nothing_is_protected(capsys):
 
 @pytest.mark.parametrize("flags", [["--ranks", "4", "--nodes", "8"], ["--ranks", "8", "--nodes", "4", "--scheme", "x"]])
 def test_plan_refuses_what_cannot_be(capsys, flags):
-    assert main(["plan", *flags, "--bytes", "1GB"]) == 1
+    assert main(["plan", *flags, "--bytes", "1GB"]) == 2
     assert capsys.readouterr().err.startswith("error: ")

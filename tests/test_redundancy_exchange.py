@@ -17,25 +17,33 @@ import pytest
 
 from mpi_ckpt.comm import exchange as exchange_module
 from mpi_ckpt.comm.agreement import Council
+from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.errors import CheckpointError, CorruptShard, RankSilent, SaveFailed
 from mpi_ckpt.redundancy.coder import combine
+from mpi_ckpt.redundancy.coverage import LostBeyondScheme
 from mpi_ckpt.redundancy.descriptor import read_descriptor
 from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.rebuild import rebuild
-from mpi_ckpt.redundancy.recovery import LostBeyondScheme
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.redundancy.survey import survey
 from tests.ranks import contents, error_of, same_everywhere
+from tests.redundancy_cases import record
 
 SAVE = "0123456789abcdef"
 MIB = 1 << 20
 
 
+def bytes_of(rank: int, nbytes: int) -> bytes:
+    """What a rank saves."""
+    return np.random.default_rng(rank).bytes(nbytes)
+
+
 class Nodes:
     """The nodes of a launch, directories below `root`: `of[rank]` is the node that a rank runs on."""
 
-    def __init__(self, comm, root: Path, of: str, timeout: float = 20.0) -> None:
+    def __init__(self, comm, root: Path, of: str, timeout: float = 20.0, sizes: list[int] | None = None) -> None:
         self.comm, self.root, self.of = comm, root, of
+        self.sizes = sizes or SIZES[: comm.size]
         self.council = Council(comm, timeout)
         self.domain = of[comm.rank]
         self.directory = root / self.domain
@@ -44,7 +52,7 @@ class Nodes:
         """**Collective.** Every rank's file of nbytes[rank], protected."""
         self.directory.mkdir(exist_ok=True)
         file = self.directory / f"rank{self.comm.rank:05d}.h5"
-        data = np.random.default_rng(self.comm.rank).bytes(nbytes[self.comm.rank])
+        data = bytes_of(self.comm.rank, nbytes[self.comm.rank])
         file.write_bytes(data)
         found = self.protect(scheme, Source(file.name, len(data), file), hashlib.sha256(data).hexdigest)
         assert read_descriptor(self.directory / f"rank{self.comm.rank:05d}.redundancy.json") == found
@@ -71,8 +79,10 @@ class Nodes:
 
     def rebuild(self, verify: bool = False):
         """**Collective.** The report, the same on all ranks."""
-        found = survey(self.directory, SAVE, verify=[self.comm.rank] if verify else ())
-        return same_everywhere(self.comm, rebuild(self.council, self.directory, found, self.domain, save_id=SAVE))
+        records = [record(rank, bytes_of(rank, nbytes)) for rank, nbytes in enumerate(self.sizes)]
+        found = survey(self.directory, SAVE, records, verify=range(len(records)) if verify else ())
+        report = rebuild(self.council, self.directory, found, self.domain, save_id=SAVE, records=records)
+        return same_everywhere(self.comm, report)
 
 
 SIZES = [3 * MIB + 5, 100, 2 * MIB, 3 * MIB + 4096, 0, MIB + 1, 7, 2 * MIB]
@@ -187,7 +197,7 @@ def test_fewer_ranks_look_after_the_files_of_more(comm, shared_path):
     few = comm.Split(comm.rank < 2, comm.rank)
     whole.lose("c")
     if comm.rank < 2:
-        nodes = Nodes(few, shared_path, "ab")
+        nodes = Nodes(few, shared_path, "ab", sizes=SIZES[:3])
         report = nodes.rebuild()
         assert report.rebuilt == ("rank00002.h5",)
         assert (shared_path / "a" / "rank00002.h5").read_bytes() == data
@@ -222,8 +232,13 @@ def test_a_save_that_nothing_tells_of_is_an_error_and_so_is_one_of_another_save(
     nodes.directory.mkdir()
     assert "no node holds anything" in str(error_of(comm, LostBeyondScheme, nodes.rebuild))
     nodes.save("xor", SIZES)
-    found = survey(nodes.directory, "f" * 16)
-    error_of(comm, LostBeyondScheme, lambda: rebuild(nodes.council, nodes.directory, found, "a", save_id="f" * 16))
+    other = [record(rank, bytes(nbytes + 1)) for rank, nbytes in enumerate(nodes.sizes)]
+    found = survey(nodes.directory, "f" * 16, other)
+    error_of(
+        comm,
+        LostBeyondScheme,
+        lambda: rebuild(nodes.council, nodes.directory, found, "a", save_id="f" * 16, records=other),
+    )
 
 
 @pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
@@ -322,8 +337,8 @@ def test_what_arrives_is_written_as_it_is_with_zeros_after_it(comm, sent, writte
         return future
 
     port = exchange_module.Port(lambda part, lo, n: source[lo : lo + n], read=None, write=write, combine=combine)
-    parts = [exchange_module.Part(0, "here", 0, sent)], [exchange_module.Part(1, "there", 0, written)]
-    one = exchange_module.Combination(*map(tuple, parts), ((1,),))
+    parts = [Part(0, "here", 0, sent)], [Part(1, "there", 0, written)]
+    one = Combination(*map(tuple, parts), ((1,),))
     exchange_module.exchange(comm, [one], port, timeout=20)
     if comm.rank == 1:
         expected = np.zeros(max(sent, written), np.uint8)
@@ -333,10 +348,10 @@ def test_what_arrives_is_written_as_it_is_with_zeros_after_it(comm, sent, writte
 
 @pytest.mark.mpi(ranks=[3], timeout=60, unit="s")
 def test_parity_can_be_made_from_memory_while_the_file_is_being_written(comm, shared_path):
-    nodes = Nodes(comm, shared_path, "abc")
+    nodes = Nodes(comm, shared_path, "abc", sizes=[2 * MIB + rank for rank in range(3)])
     nodes.directory.mkdir()
     file = nodes.directory / f"rank{comm.rank:05d}.h5"
-    data = np.frombuffer(np.random.default_rng(comm.rank).bytes(2 * MIB + comm.rank), np.uint8)
+    data = np.frombuffer(bytes_of(comm.rank, nodes.sizes[comm.rank]), np.uint8)
 
     class InMemory:
         def view(self, lo, n):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mpi_ckpt.tools.report_decimate import extremes
 from tests.browser import CHROMIUM, Browser
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.run_logs import NBYTES, Log, eventful, row
 from tests.tool_cases import program, verb
 
@@ -70,11 +70,11 @@ def test_a_real_run_that_was_killed_and_resumed_is_drawn_as_its_log_says(launch,
     options = ["--run-dir", tmp_path / "run", "--steps", 4000, "--ckpt-every", "20steps"]
     job = launch.start(2, "-m", "mpi_ckpt.train", *options)
     log = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while time.monotonic() < deadline and (not log.exists() or b'"commit"' not in log.read_bytes()):
         time.sleep(0.02)
     job.end()
-    launch.train(2, *options, "--stop-at", 120, timeout=180).check()
+    launch.train(2, *options, "--stop-at", 120).check()
 
     rows = [line for line in map(json.loads, log.read_text().splitlines()) if "event" not in line]
     counted = {row["step"]: row["loss"] for row in rows}
@@ -281,13 +281,13 @@ def test_without_plotly_the_error_says_what_to_install(tmp_path):
     (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError(\"No module named 'plotly'\", name='plotly')\n")
     said = program("report", tmp_path / "run", env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"})
     assert said.returncode == 1
-    assert "pip install 'mpi_ckpt[report]'" in said.stderr
+    assert "pip install plotly" in said.stderr
     assert "Traceback" not in said.stderr
 
 
 def test_the_other_verbs_do_not_need_plotly():
     check = "from mpi_ckpt import cli; import sys; assert 'plotly' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=HANG)
 
 
 # -- in a browser ----------------------------------------------------------------------------------------------------

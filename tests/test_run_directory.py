@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from mpi_ckpt import CheckpointError, cli
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer
+from mpi_ckpt.train import console
+from mpi_ckpt.train.config import ConfigError, Options
 from mpi_ckpt.train.metrics import MetricsFailed, MetricsLog
 from tests.checkpoints import flip, raised
 from tests.launch import Launcher
-from tests.training import events
+from tests.training import events, wait_for_step
 
 RANKS = 2
 
@@ -40,6 +43,8 @@ def test_what_a_launch_cannot_do_is_refused_before_anything_is_made(launch):
     for flags in (["--n-head", "5"], ["--resume", "5"], ["--tensor-parallel", "2", "--n-head", "1"], ["--data", "no"]):
         outcome = launch.train(RANKS, "--run-dir", "run", *flags)
         assert outcome.status == 2, outcome.stderr
+        assert "expected" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
         assert not (launch.cwd / "run").exists(), flags
     outcome = launch.train(1, "--run-dir", "run", "--discard-later")
     assert outcome.status == 2
@@ -64,6 +69,67 @@ def test_what_reshard_writes_the_trainer_takes_as_its_own_and_a_bare_root_it_ref
     outcome = launch.train(3, "--run-dir", "bare")
     assert outcome.status == 2
     assert "a root of checkpoints, not a run's directory" in outcome.stderr
+    assert "move the step directories into bare/checkpoints and copy the run's run.json into bare" in outcome.stderr
+    (bare / "checkpoints").mkdir()
+    for step in bare.glob("step_*"):
+        step.rename(bare / "checkpoints" / step.name)
+    shutil.copy(reference / "run.json", bare)
+    launch.train(3, "--run-dir", "bare", "--steps", "22").check()
+
+
+def test_two_runs_of_one_name_that_meet_on_the_nodes_are_told_apart(launch):
+    flags = "--local", "nodes/{domain}", "--redundancy", "single", "--steps", "2"
+    env = {"MPI_CKPT_DOMAIN": "n{rank}"}
+    launch.train(RANKS, "--run-dir", "a/demo", *flags, env=env).check()
+    outcome = launch.train(RANKS, "--run-dir", "b/demo", *flags, env=env)
+    assert outcome.status == 2
+    assert "a run of this name has checkpoints on the nodes already" in outcome.stderr
+    assert "(file nodes/{domain}/demo)" in outcome.stderr
+    assert "another --local, or another name of --run-dir" in outcome.stderr
+    assert not (launch.cwd / "b").exists()
+    launch.train(RANKS, "--run-dir", "b/other", *flags, env=env).check()
+
+
+@pytest.mark.parametrize(
+    ("happened", "said"),
+    [
+        ({"restore": {"tier": "shared"}}, " from the shared directory"),
+        ({"restore": {"tier": "remote"}, "rebuild": {"step": 5, "rebuilt": ["a"]}}, " from the remote tier"),
+        ({"restore": {"tier": "local"}, "rebuild": {"step": 4, "rebuilt": ["a"]}}, " from the nodes"),
+        ({"restore": {"tier": "local"}, "rebuild": {"step": 5, "rebuilt": []}}, " from the nodes"),
+        ({"restore": {"tier": "local"}, "rebuild": {"step": 5, "rebuilt": ["a"]}}, " from the nodes; rebuilt a"),
+        (
+            {"restore": {"tier": "local"}, "rebuild": {"step": 5, "rebuilt": [*"abcdef"]}},
+            " from the nodes; rebuilt a, b, c, d and 2 more",
+        ),
+    ],
+)
+def test_where_a_launch_goes_on_names_the_tier_and_what_was_rebuilt_of_that_step(happened, said):
+    assert console.resumed(Path("runs/c"), 5, happened) == f"resumed runs/c after step 5{said}"
+
+
+def test_the_upload_keeps_to_the_bandwidth_that_the_flag_gives(reference, launch):
+    """At 1 KB a second and rank, nothing is up there when a launch that is asked to leave stops waiting for it."""
+    run = shutil.copytree(reference, launch.cwd / "run")
+    train = "-m", "mpi_ckpt.train", "--run-dir", "run", "--steps", "1000000", "--ckpt-every", "1h"
+    train += "--remote", f"file://{launch.cwd}/far", "--remote-bandwidth"
+    job = launch.start(RANKS, *train, "1KB")
+    wait_for_step(job, run, 25)
+    (run / "halt").touch()
+    assert job.wait().status == 75, job.output()
+    assert not list((launch.cwd / "far").rglob("upload_manifest.json"))
+    launch(RANKS, *train, "1GiB", "--stop-at", "20").check()
+    assert len(list((launch.cwd / "far").rglob("upload_manifest.json"))) >= 2
+
+
+def test_bytes_a_second_are_read_with_decimal_and_binary_units():
+    sizes = {"50MB": 50e6, "1GiB": 2**30, "1.5 kb": 1500, "7": 7}
+    for text, nbytes in sizes.items():
+        assert Options(remote="file:///far", remote_bandwidth=text).remote_bytes_per_second == nbytes
+    assert Options().remote_bytes_per_second is None
+    for wrong in ("", "fast", "-1MB", "0", "5 parsecs"):
+        with pytest.raises(ConfigError, match="remote_bandwidth"):
+            Options(remote="file:///far", remote_bandwidth=wrong)
 
 
 def test_going_on_from_an_older_step_leaves_an_event(reference, launch):

@@ -48,6 +48,7 @@ def test_they_survive_a_launcher_that_combines_them_bit_by_bit():
         (errors.InvalidManifest("x"), status.DAMAGED),
         (errors.NoCheckpoint("x"), status.DAMAGED),
         (errors.LayoutMismatch("x"), status.USAGE),
+        (errors.UnusableOption("x"), status.USAGE),
         (errors.SaveFailed("x"), status.FAILED),
         (errors.DirectoryInUse("x"), status.FAILED),
     ],
@@ -68,6 +69,50 @@ def test_a_run_that_is_done_is_finished_again(finished, launch):
 def test_what_the_same_line_cannot_mend_is_usage(finished, launch, flags):
     shutil.copytree(finished, launch.cwd / "run")
     assert launch.train(2, "--run-dir", "run", "--steps", "6", *flags).status == status.USAGE
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        (["--redundancy", "xor"], "--local"),
+        (["--local-keep", "2"], "--local"),
+        (["--shared-every", "10"], "--local"),
+        (["--remote-keep", "2"], "--remote"),
+        (["--remote-bandwidth", "50MB"], "--remote"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_flag_of_a_tier_that_is_not_there_is_usage_and_names_what_is_missing(launch, flags, missing):
+    """With the value that is the default too: whoever gives it expects the tier."""
+    outcome = launch.train(1, "--run-dir", "run", *flags)
+    assert outcome.status == status.USAGE, outcome
+    assert f"{flags[0][2:].replace('-', '_')} cannot be used" in outcome.stderr
+    assert f"expected {missing} beside it" in outcome.stderr
+    assert not (launch.cwd / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--local", "nodes", "--redundancy", "raid5"], "no such scheme of redundancy; found 'raid5'"),
+        (["--local", "nodes", "--redundancy", "rs:0+1"], "no such scheme"),
+        (["--local", "."], "would lie among those of the run's directory"),
+        (["--local", "nodes"], "`local` is the same directory for several failure domains"),
+        (["--remote", "file:///nowhere", "--remote-bandwidth", "fast"], "remote_bandwidth: found 'fast'"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else None,
+)
+def test_tiers_that_cannot_be_used_as_they_were_asked_for_are_usage(launch, flags, said):
+    outcome = launch.train(2, "--run-dir", "run", *flags, env={"MPI_CKPT_DOMAIN": "node{rank}"})
+    assert outcome.status == status.USAGE, outcome
+    assert said in outcome.stderr
+    assert not list(launch.cwd.rglob("step_*"))
+
+
+def test_the_nodes_are_not_the_run_s_own_checkpoints(launch):
+    outcome = launch.train(1, "--run-dir", "x/checkpoints", "--local", "x/checkpoints")
+    assert outcome.status == status.USAGE, outcome
+    assert "among those of the run's directory" in outcome.stderr
 
 
 def test_another_number_of_ranks_is_usage(finished, launch):

@@ -29,7 +29,7 @@ from mpi_ckpt.storage.shard_file import (
     read_shard,
     verify_file,
 )
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.storage_cases import (
     MIB,
     bits,
@@ -149,7 +149,7 @@ path, record = save_shard(here, [to_write("a", array)])
 assert sha256(path) == record.sha256
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert run.returncode == 0, run.stderr
 
@@ -202,7 +202,7 @@ else:
 print(peak() - before)
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True
     )
     assert float(run.stdout) <= 32
 
@@ -306,7 +306,7 @@ def work():
 threading.Thread(target=work).start()
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert os.listdir(tmp_path) == ["rank00000.h5"]
@@ -362,4 +362,4 @@ def test_a_shard_is_durable_before_it_is_published(tmp_path):
 @pytest.mark.parametrize("module", ["names", "atomic", "manifest", "shard_file", "shard_read", "records"])
 def test_the_room_knows_no_mpi_and_only_writing_loads_hdf5(module):
     check = f"import mpi_ckpt.storage.{module}, sys; assert not {{'mpi4py', 'h5py'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=HANG)

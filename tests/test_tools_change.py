@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from mpi_ckpt.layout import shard_range
 from mpi_ckpt.storage import names
 from mpi_ckpt.tools import source
 from tests.checkpoints import flip, manifest_of, shard_file, step_dir
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.programs.tool_states import N, arrays
 from tests.tool_cases import copy_of_run, flip_in_array, verb
 
@@ -112,9 +113,11 @@ def test_every_shard_is_durable_before_the_manifest_appears(run, tmp_path, monke
         monkeypatch.setattr(os, name, recorded(name))
     assert verb("reshard", run, "--ranks", 2, "--out", tmp_path / "other").status == 0
     own = [each for each in done if each[1] not in ("other", tmp_path.name)]
-    expected = []
-    for name in ("rank00000.h5", "rank00001.h5", "manifest.json"):
-        expected += [("fsync", f"{name}.tmp"), ("rename", name), ("fsync", "step_00000030")]
+    shards = ("rank00000.h5", "rank00001.h5")
+    expected = [("fsync", f"{name}.tmp") for name in shards]
+    for name in shards:
+        expected += [("rename", name), ("fsync", "step_00000030")]
+    expected += [("fsync", "manifest.json.tmp"), ("rename", "manifest.json"), ("fsync", "step_00000030")]
     assert own == expected
 
 
@@ -133,7 +136,7 @@ def test_killed_before_the_manifest_there_is_no_step_and_the_next_attempt_succee
     """
     out = tmp_path / "other"
     command = [sys.executable, "-c", textwrap.dedent(script), str(run), str(out)]
-    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, cwd=ROOT, timeout=HANG, check=False).returncode == -signal.SIGKILL
     assert names.list_steps(out) == []
     assert verb("ls", out).out.splitlines()[1].endswith("uncommitted")
     assert verb("reshard", run, "--ranks", 3, "--out", out).status == 0
@@ -141,6 +144,22 @@ def test_killed_before_the_manifest_there_is_no_step_and_the_next_attempt_succee
     assert sorted(path.name for path in step_dir(out, 30).iterdir()) == [
         "manifest.json", "rank00000.h5", "rank00001.h5", "rank00002.h5"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", ["rank00001.h5", "manifest.json"])
+def test_a_disk_that_fails_when_files_get_their_names_leaves_none(run, tmp_path, monkeypatch, victim):
+    real = os.rename
+
+    def failing(source, target):
+        if os.path.basename(target) == victim:
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    said = verb("reshard", run, "--ranks", 3, "--out", tmp_path / "other")
+    assert said.status == 1
+    assert victim in said.err
+    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["writer.lock"]
 
 
 def test_arrays_larger_than_memory_allows_are_streamed(tmp_path):
@@ -170,7 +189,7 @@ def test_arrays_larger_than_memory_allows_are_streamed(tmp_path):
         print(int(peak.split()[1]) // 1024)  # not ru_maxrss, which counts what the parent had before this program began
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
     shutil.rmtree(tmp_path)
     assert int(outcome.stdout.split()[-1]) < 160  # MiB, of which Python, NumPy and h5py take about 60
 
@@ -236,7 +255,7 @@ def test_prune_refuses_beside_a_running_writer(run, root):
         assert verb("prune", run, "--keep", 1, "--dry-run").status == 0  # looking is allowed
         assert verb("pin", run, 10).status == 0  # and so is pinning
     finally:
-        writer.communicate("", timeout=30)
+        writer.communicate("", timeout=HANG)
     assert said.status == 1
     assert "feedbeefcafe" in said.err
     assert names.list_steps(root) == [10, 20, 30]

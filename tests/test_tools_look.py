@@ -18,7 +18,7 @@ from mpi_ckpt.errors import NoCheckpoint
 from mpi_ckpt.tools.locate import reading
 from mpi_ckpt.tools.verify import verify
 from tests.checkpoints import flip, manifest_of, shard_file, step_dir, write_manifest
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.programs.tool_states import INDEX, arrays
 from tests.tool_cases import command, copy_of_run, program, verb
 
@@ -62,7 +62,7 @@ def test_no_verb_ever_starts_mpi(run, tmp_path):
     assert {call[0] for call in calls} == set(cli.VERBS)
     lines = [f"assert cli.main({[str(word) for word in call]!r}) == 0" for call in calls]
     check = "\n".join(["import sys", "from mpi_ckpt import cli", *lines, "assert 'mpi4py.MPI' not in sys.modules"])
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=HANG, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,8 @@ def test_no_verb_ever_starts_mpi(run, tmp_path):
         (["reshard", "{run}", "--ranks", "two", "--out", "{empty}"], 2, "'two'"),
         (["export", "{run}", "--out", "{empty}", "--max-shard-size", "5 parsecs"], 2, "5 parsecs"),
         (["view", "{run}", "--out", "/proc/none/view.h5"], 1, "/proc/none"),
+        (["plan", "--ranks", "8", "--nodes", "4", "--bytes", "1GB", "--scheme", "raid5"], 2, "'raid5'"),
+        (["plan", "--ranks", "4", "--nodes", "8", "--bytes", "1GB"], 2, "more nodes than ranks"),
         (["frobnicate"], 2, "frobnicate"),
         ([], 2, "VERB"),
     ],
@@ -104,7 +106,7 @@ def test_a_verb_whose_reader_has_gone_ends_quietly(run):
     assert verb_process.stdout.readline() == "step       30\n"
     verb_process.stdout.close()
     assert verb_process.stderr.read() == ""
-    assert verb_process.wait(timeout=30) == 141
+    assert verb_process.wait(timeout=HANG) == 141
 
 
 # -- ls --------------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_a_progress_bar_is_for_terminals_only(run):
     parent, child = pty.openpty()
     try:
         outcome = subprocess.run(
-            command("verify", run), cwd=ROOT, stdout=subprocess.PIPE, stderr=child, timeout=60,
+            command("verify", run), cwd=ROOT, stdout=subprocess.PIPE, stderr=child, timeout=HANG,
             env={**os.environ, "TERM": "xterm"},
         )  # fmt: skip
         os.close(child)

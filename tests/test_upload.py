@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import random
+import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mpi_ckpt import Checkpointer
+from mpi_ckpt.storage.object_store import open_store
 from mpi_ckpt.storage.remote_steps import committed_remotely, list_remote, read_upload_manifest
 from mpi_ckpt.tools.verify import verify_remote
 from tests.checkpoints import manifest_of
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
+from tests.proxy import Proxy
 from tests.s3 import Remote
+from tests.storage_cases import save_shard, to_write
 
 PROGRAM = ("-m", "tests.programs.uploader")
 
@@ -29,14 +39,14 @@ def job(launch, remote, tmp_path):
         about = {"root": str(root or tmp_path / "run"), "remote": remote.url} | task
         return launch.start(ranks, *PROGRAM, json.dumps(about), env=remote.env)
 
-    def run(ranks: int, timeout: float = 90, **task: Any) -> list[dict[str, Any]]:
+    def run(ranks: int, timeout: float = HANG, **task: Any) -> list[dict[str, Any]]:
         return outcome(start(ranks, **task), timeout)
 
     run.start = start
     return run
 
 
-def outcome(job, timeout: float = 90) -> list[dict[str, Any]]:
+def outcome(job, timeout: float = HANG) -> list[dict[str, Any]]:
     return json.loads(job.wait(timeout).check().stdout.strip().splitlines()[-1])
 
 
@@ -51,7 +61,7 @@ def steps(said: list[dict[str, Any]], kind: str) -> list[int]:
     return [e["step"] for e in events(said, kind)]
 
 
-def until(running, condition: Callable[[], bool], timeout: float = 60) -> None:
+def until(running, condition: Callable[[], bool], timeout: float = HANG) -> None:
     """Wait for something while a job runs."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -75,9 +85,10 @@ def local_steps(root: Path) -> list[int]:
 
 
 def test_every_committed_step_is_uploaded_and_comes_back_on_another_number_of_ranks(job, remote, tmp_path):
-    said = job(2, save=[10, 20])
+    said = job(4, save=[10, 20])
     assert steps(said, "upload") == [10, 20]
     assert is_whole(remote, 10, 20)
+    assert all(len(list_remote(remote.store)[step].shards) == 4 for step in (10, 20))
     (back, *_) = job(3, root=tmp_path / "empty", restore=True)
     assert back["restored"] == 20
     assert local_steps(tmp_path / "empty") == []
@@ -94,27 +105,70 @@ def test_the_upload_manifest_is_the_local_one_with_the_remote_paths(job, remote,
     assert sorted(remote.store.list()) == [
         *(f"step_00000010/{save_id}/rank0000{r}.h5" for r in range(2)),
         "step_00000010/upload_manifest.json",
+        "writer.json",
     ]
 
 
 def test_a_reader_sees_a_step_only_when_every_shard_is_there(job, remote):
+    looks: list[list[int]] = []  # the committed steps, each time that they were others
+    looked = 0  # how often
+
+    def look() -> None:
+        nonlocal looked
+        listed = list_remote(remote.store)
+        committed = [step for step, found in listed.items() if found.committed]
+        assert all(len(listed[step].shards) == 2 for step in committed)
+        if looks[-1:] != [committed]:
+            looks.append(committed)
+        looked += 1
+
+    def decide(request) -> float | None:
+        if not request.puts("upload_manifest"):
+            return chance.uniform(0, 0.4) if request.method in ("PUT", "POST") else None
+        before = looked
+        until(running, lambda: looked > before + 1)  # a whole look at the step without its manifest
+        return None
+
+    chance = random.Random(1)
     if remote.proxy:
-        chance = random.Random(1)
-        remote.proxy.decide = lambda request: chance.uniform(0, 0.4) if request.method in ("PUT", "POST") else None
-    running, seen = job.start(2, save=[10, 20, 30], options={"keep": 3, "remote_bandwidth": 1e6}), []
+        remote.proxy.decide = decide
+    running = job.start(2, save=[10, 20, 30], options={"keep": 3, "remote_bandwidth": 1e6})
     while running.process.poll() is None:
-        for step, listed in list_remote(remote.store).items():
-            if listed.committed:
-                assert len(listed.shards) == 2
-                seen.append(step)
+        look()
     outcome(running)
-    assert seen == [s for s in (10, 20, 30) for _ in range(seen.count(s))] or set(seen) <= {10, 20, 30}
+    look()
+    expected = [[], [10], [10, 20], [10, 20, 30]]
+    assert looks[-1] == expected[-1]
+    assert [each for each in expected if each in looks] == looks, "a step came before an older one, or went"
+    assert looks == expected or not remote.proxy
     assert is_whole(remote, 10, 20, 30)
 
 
-def test_before_its_manifest_a_step_is_not_there_and_a_restore_takes_the_one_before(job, s3, launch, tmp_path):
+def test_every_rank_sends_its_own_shard_and_in_parts(launch, s3, s3_server, tmp_path):
+    """Each rank behind a proxy of its own."""
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(s3_server)) for _ in range(4)]
+        ways = {f"WAY_{rank}": proxy.endpoint for rank, proxy in enumerate(proxies)}
+        choose = 'eval export AWS_ENDPOINT_URL=\\$WAY_${PMI_RANK:-$OMPI_COMM_WORLD_RANK}; exec "$@"'
+        about = {"root": str(tmp_path / "run"), "remote": s3.url, "save": [10], "elements": 3_000_000}
+        task = *PROGRAM, json.dumps(about)
+        running = launch.start(4, *task, env={**s3.env, **ways}, wrap=("sh", "-c", choose, "sh"))
+        assert steps(outcome(running), "upload") == [10]
+    sizes = [shard["nbytes"] for shard in manifest_of(tmp_path / "run", 10)["shards"]]
+    for rank, proxy in enumerate(proxies):
+        sent = [proxy.sent(f"rank{other:05d}.h5") for other in range(4)]
+        # A body that is signed piece by piece is a little longer than the bytes in it.
+        assert sizes[rank] <= sent[rank] < sizes[rank] * 1.01
+        assert sum(sent) == sent[rank], "bytes of another's"
+        bodies = [request for request in proxy.requests if request.puts(".h5")]
+        parts = [re.search(r"[?&]partNumber=(\d+)", request.path) for request in bodies]
+        assert sorted(part and int(part[1]) for part in parts) == [1, 2]
+    assert is_whole(s3, 10)
+
+
+def test_before_its_manifest_a_step_is_not_there_and_a_restore_takes_the_one_before(s3, launch, tmp_path):
     remote = s3
-    held = 30.0
+    held = 600.0
     remote.proxy.decide = lambda request: held if request.puts("step_00000020/upload_manifest") else None
     about = {"root": str(tmp_path / "run"), "remote": remote.url, "save": [10, 20]}
     running = launch.start(2, *PROGRAM, json.dumps(about), env=remote.env)
@@ -139,6 +193,34 @@ def test_a_repeated_step_never_puts_bytes_under_a_live_manifest(job, remote):
         assert len({key for key in keys if first.save_id in key} & {key for key in keys if second.save_id in key}) == 0
 
 
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_of_two_launches_that_upload_to_one_place_the_earlier_one_is_told_and_changes_nothing(comm, shared_path):
+    place, said = f"file://{shared_path}/far", []
+
+    def until_said(event: str) -> dict[str, Any]:
+        deadline = time.monotonic() + HANG
+        while not (found := [each for each in said if each["event"] == event]):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+        return found[-1]
+
+    def launch(name: str) -> Checkpointer:
+        """It has claimed the place when this returns: something of it is uploaded."""
+        launched = Checkpointer(shared_path / name, comm, remote=place, on_event=said.append, upload_timeout=0.1)
+        launched.save(10, {"x": np.full(9, len(said))}, overwrite=True)
+        until_said("upload")
+        return launched
+
+    with launch("a") as first:
+        said.clear()
+        with launch("b"):
+            before = read_upload_manifest(open_store(place), 10)
+            first.save(20, {"x": np.full(9, 1.0)})
+            assert "another launch uploads to the same place" in until_said("upload_failed")["error"]
+    assert read_upload_manifest(open_store(place), 10) == before
+    assert is_whole(Remote(place), 10)
+
+
 def test_a_restore_on_more_ranks_reads_the_ranges_that_it_needs_and_no_more(launch, s3, tmp_path):
     about = {"root": str(tmp_path / "run"), "remote": s3.url, "elements": 3_000_000}
     outcome(launch.start(2, *PROGRAM, json.dumps({**about, "save": [10]}), env=s3.env))
@@ -160,6 +242,34 @@ def test_an_mpi_without_threads_is_told_to_push(launch, s3, tmp_path):
     reading = {**about, "save": [], "restore": True, "options": {"read_only": True}}
     outcome(launch.start(2, *PROGRAM, json.dumps({**about, "remote": None}), env=serialized))
     assert outcome(launch.start(2, *PROGRAM, json.dumps(reading), env=serialized))[0]["restored"] == 10
+
+
+def test_an_upload_takes_at_most_32_mib_more_memory(s3, tmp_path):
+    path, record = save_shard(tmp_path, [to_write("a", np.ones(13_000_000))])  # 104 MB
+    (tmp_path / "record").write_bytes(pickle.dumps(record))
+    program = f"""
+import pickle
+from pathlib import Path
+from mpi_ckpt.storage.object_store import open_store
+from mpi_ckpt.storage.places import RemoteFile
+from mpi_ckpt.storage.shard_stream import send_shard
+
+def mib(name):
+    return int(next(x for x in open("/proc/self/status") if x.startswith(name)).split()[1]) / 1024
+
+record = pickle.loads(Path({str(tmp_path / "record")!r}).read_bytes())
+store = open_store({s3.url!r})
+store.check()
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again: proc(5)
+before = mib("VmRSS")
+print(send_shard(store, RemoteFile(store.url, "rank00000.h5"), Path({str(path)!r}), record, lambda nbytes: None))
+print(mib("VmHWM") - before)
+"""
+    child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    sent, memory = child.stdout.split()
+    assert int(sent) == record.nbytes == s3.store.size("rank00000.h5")
+    assert float(memory) <= 32
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -188,10 +298,41 @@ def test_a_lost_answer_to_the_manifest_is_no_failure(launch, s3, tmp_path):
 
     s3.proxy.decide = decide
     about = {"root": str(tmp_path / "run"), "remote": s3.url, "save": [10]}
-    said = outcome(launch.start(2, *PROGRAM, json.dumps(about), env=s3.env))
+    running = launch.start(2, *PROGRAM, json.dumps(about), env=s3.env)
+    said = outcome(running)
     assert lost
-    assert steps(said, "upload") == [10]
+    assert not events(said, "upload_failed")
+    assert "uploading step 10" not in running.output(), "an attempt that failed"
+    (uploaded,) = events(said, "upload")
+    # A second attempt would find the shards there, and send none.
+    assert uploaded["sent_nbytes"] == sum(shard["nbytes"] for shard in manifest_of(tmp_path / "run", 10)["shards"])
     assert is_whole(s3, 10)
+
+
+def test_a_step_is_not_uploaded_before_its_manifest_was_read_back(launch, s3, tmp_path):
+    """The store takes it, and does not give it back for a while: all the time the step is kept, and not reported."""
+    run, key = tmp_path / "run", "step_00000010/upload_manifest"
+    put, read, refused = [], [], []
+
+    def decide(request):
+        if request.puts(key):
+            put.append(request)
+        elif request.method == "GET" and key in request.path and put and not read:
+            if len(refused) < 3 or local_steps(run) != [10, 20]:  # with keep=1 the older one would go now
+                refused.append(local_steps(run))
+                return "503"
+            read.append(time.monotonic())
+        return None
+
+    s3.proxy.decide = decide
+    about = {"root": str(run), "remote": s3.url, "save": [10, 20], "options": {"keep": 1}}
+    said = outcome(launch.start(2, *PROGRAM, json.dumps(about), env=s3.env))
+    assert len(refused) >= 3
+    assert all(10 in steps for steps in refused)
+    told = [event for event in said[0]["events"] if event["event"] in ("upload", "upload_failed", "prune")]
+    assert (told[0]["event"], told[0]["step"]) == ("upload", 10)
+    assert all(event["at"] > read[0] for event in told)
+    assert is_whole(s3, 10, 20)
 
 
 def test_answers_that_are_cut_short_are_read_again(launch, s3, tmp_path):
@@ -263,6 +404,32 @@ def test_both_tiers_keep_their_own_number_and_no_local_copy_goes_before_the_remo
     assert set(local_steps(tmp_path / "run")) >= {40, 50}
 
 
+def test_a_retired_step_loses_its_manifest_before_its_shards(launch, s3, tmp_path):
+    states = []  # of step 10, at each request to delete something
+
+    def decide(request) -> None:
+        if request.method == "DELETE" or (request.method == "POST" and request.path.endswith("?delete")):
+            listed = list_remote(s3.store).get(10)
+            states.append((listed.committed, len(listed.shards)) if listed else None)
+
+    s3.proxy.decide = decide
+    about = {"root": str(tmp_path / "run"), "remote": s3.url, "save": [10, 20], "options": {"remote_keep": 1}}
+    outcome(launch.start(2, *PROGRAM, json.dumps(about), env=s3.env))
+    assert states[:2] == [(True, 2), (False, 2)]
+    assert all(state is None or not state[0] for state in states[1:])
+    assert [*list_remote(s3.store)] == [20]
+
+
+def test_the_best_step_stays_in_the_remote_tier_as_it_does_in_the_local_one(job, remote, tmp_path):
+    metrics = {str(step): {"loss": loss} for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5))}
+    about = {"metrics": metrics, "options": {"keep": 4, "remote_keep": 1, "best_metric": "loss"}}
+    job(2, save=[10, 20, 30], **about)
+    assert committed_remotely(remote.store) == [20, 30]
+    shutil.rmtree(tmp_path / "run")  # the next launch knows of them from the store alone
+    job(2, save=[40], **about)
+    assert is_whole(remote, 20, 40)
+
+
 def test_at_most_keep_steps_wait_and_then_the_oldest_is_given_up(job, remote, tmp_path):
     said = job(1, save=[10, 20, 30, 40, 50], options={"keep": 2, "remote_bandwidth": 4e5, "async_io": False})
     given_up, uploaded = steps(said, "upload_given_up"), steps(said, "upload")
@@ -288,7 +455,7 @@ def test_no_credential_is_in_a_log_or_an_object(launch, s3, tmp_path):
     outcome(running)
     wrong = {**s3.env, "AWS_SECRET_ACCESS_KEY": "another-secret-of-mine"}
     failing = launch.start(2, *PROGRAM, json.dumps(about), env=wrong)
-    failing.wait(60)
+    failing.wait()
     text = running.output() + failing.output() + s3.store.get("step_00000010/upload_manifest.json")[0].decode()
     text += "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*.json"))
     for secret in (s3.env["AWS_SECRET_ACCESS_KEY"], s3.env["AWS_ACCESS_KEY_ID"], wrong["AWS_SECRET_ACCESS_KEY"]):
@@ -302,7 +469,7 @@ def test_no_credential_is_in_a_log_or_an_object(launch, s3, tmp_path):
         ({"AWS_ACCESS_KEY_ID": "NOBODY-HERE"}, None, "InvalidAccessKeyId"),
         ({}, "s3://no-such-bucket/x", "NoSuchBucket"),
         ({}, "http://bucket/x", "s3://bucket/prefix or file:///directory"),
-        ({"PYTHONPATH": "{hidden}"}, None, "pip install 'mpi_ckpt[s3]'"),
+        ({"PYTHONPATH": "{hidden}"}, None, "pip install obstore"),
     ],
 )
 def test_what_only_the_user_can_change_is_said_at_once_on_every_rank(launch, s3, tmp_path, change, url, words):
@@ -312,7 +479,7 @@ def test_what_only_the_user_can_change_is_said_at_once_on_every_rank(launch, s3,
     change = {name: value.replace("{hidden}", f"{tmp_path}/hidden:{ROOT}") for name, value in change.items()}
     about = {"root": str(tmp_path / "run"), "remote": url or s3.url, "save": [10]}
     running = launch.start(3, *PROGRAM, json.dumps(about), env={**s3.env, **change})
-    errors = [rank["error"] for rank in outcome(running, 30)]
+    errors = [rank["error"] for rank in outcome(running)]
     assert errors == [errors[0]] * 3
     assert errors[0].startswith("RemoteRefused: ")
     assert words in errors[0]

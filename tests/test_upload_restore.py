@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +147,42 @@ def test_a_damaged_object_is_an_error_that_names_it(comm, shared_path, damage, k
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_damaged_remote_step_that_is_passed_over_is_named_by_an_event(comm, shared_path):
+    url = save(comm, shared_path / "run", 10, 20, 30, 40)
+    flipped, gone, manifest = object_of(url, 20, 1), object_of(url, 30, 0), object_of(url, 40, 0).parents[1]
+    offset = manifest_of(shared_path / "run", 20)["shards"][1]["blocks"]["x"][0]["offset"]
+    on_one(comm, lambda: flip(flipped, offset + 5))
+    on_one(comm, gone.unlink)
+    on_one(comm, lambda: flip(manifest / "upload_manifest.json", 200))
+    events: list[dict[str, Any]] = []
+    target = state(comm, None)
+    with Checkpointer(shared_path / "empty", comm, remote=url, on_event=events.append) as checkpointer:
+        assert checkpointer.restore(target, on_damage="older").step == 10
+    assert holds(comm, target, 10)
+    damage = [event for event in events if event["event"] == "damage"]
+    assert [event["step"] for event in damage] == [40, 30, 20]
+    for event, path in zip(damage, (manifest, gone, flipped), strict=True):
+        assert f"file://{path}" in event["error"]
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_shard_that_is_damaged_here_is_not_uploaded_and_the_failure_names_it(comm, shared_path):
+    root, url, events = shared_path / "run", f"file://{shared_path}/remote", []
+    with Checkpointer(root, comm) as checkpointer:
+        checkpointer.save(10, state(comm, 10))
+    path = shard_file(root, 10, 1)
+    on_one(comm, lambda: flip(path, manifest_of(root, 10)["shards"][1]["blocks"]["x"][0]["offset"] + 5))
+    with Checkpointer(root, comm, remote=url, on_event=events.append):
+        pass  # what an earlier launch has left behind is uploaded
+    (failed,) = events
+    assert (failed["event"], failed["step"]) == ("upload_failed", 10)
+    assert str(path) in failed["error"]
+    assert "sha256" in failed["error"]
+    found = open_store(url).list()
+    assert not [key for key in found if key.endswith(("rank00001.h5", "upload_manifest.json"))], found
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_the_newest_step_over_both_tiers_wins(comm, shared_path):
     root = shared_path / "run"
     url = save(comm, root, 10, 20)
@@ -227,15 +262,13 @@ def test_an_exception_in_the_with_block_does_not_wait_for_uploads(comm, shared_p
     url = f"file://{shared_path}/remote"
 
     def fail() -> None:
-        with Checkpointer(shared_path / "run", comm, remote=url, remote_bandwidth=1e4) as checkpointer:
+        with Checkpointer(shared_path / "run", comm, remote=url, remote_bandwidth=1.0) as checkpointer:
             checkpointer.save(10, state(comm, 10))
             checkpointer.wait_until_finished()
             raise KeyError("mine")
 
-    began = time.monotonic()
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # in the time of a test: the upload would take hours
         fail()
-    assert time.monotonic() - began < 8
     assert committed_remotely(open_store(url)) == []
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from mpi_ckpt.tools.metrics_file import MetricsFile
 from mpi_ckpt.tools.run_reader import RunReader
 from mpi_ckpt.tools.watch_frame import Sparkline, eta, frame
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.run_logs import NBYTES, SETTINGS, Log, eventful, row
 from tests.tool_cases import command, program, verb
 
@@ -238,14 +238,14 @@ class Terminal:
         )  # fmt: skip
         os.close(theirs)
 
-    def until(self, words: str, timeout: float = 120) -> None:
+    def until(self, words: str, timeout: float = HANG) -> None:
         """Read what is shown until `words` are in it."""
         deadline = time.monotonic() + timeout
         while words not in self.seen:
             assert time.monotonic() < deadline, self.seen[-3000:]
             self._read(0.1)
 
-    def end(self, timeout: float = 60) -> int:
+    def end(self, timeout: float = HANG) -> int:
         """The exit status, once the verb has ended by itself."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -282,11 +282,11 @@ def test_it_waits_for_a_run_follows_it_and_leaves_when_it_has_finished(launch, t
     watched = terminal(tmp_path / "run")
     watched.until("waiting for")
     options = ["--run-dir", tmp_path / "run", "--steps", 60, "--ckpt-every", "20steps"]
-    launch.train(2, *options, "--stop-at", 30, timeout=180).check()
+    launch.train(2, *options, "--stop-at", 30).check()
     watched.until("stopped at a step, as asked")
     watched.until("step 30 of 60")
     assert watched.process.poll() is None  # it may go on
-    launch.train(2, *options, timeout=180).check()
+    launch.train(2, *options).check()
     watched.until("step 60 of 60")
     assert watched.end() == 0
     assert "2 ranks" in watched.seen
@@ -310,5 +310,5 @@ def test_watching_does_not_start_mpi_and_changes_nothing(tmp_path):
         f"import sys; from mpi_ckpt import cli; assert cli.main(['watch', {str(log.run_dir)!r}, '--once']) == 0; "
         "assert 'mpi4py.MPI' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=30, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=HANG, stdout=subprocess.DEVNULL)
     assert {path: path.stat().st_mtime_ns for path in log.run_dir.rglob("*")} == before

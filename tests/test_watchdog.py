@@ -9,12 +9,12 @@ import pytest
 
 from mpi_ckpt.train.config import ConfigError, Options
 from mpi_ckpt.train.status import HUNG
-from tests.launch import ROOT
+from tests.launch import HANG, ROOT
 from tests.training import events, rows, same_end
 
 FLAGS = "--run-dir", "run", "--ckpt-every", "5steps", "--steps", "12", "--hang-timeout"
 TIMEOUT = 4.0  # above what a busy machine needs for one step
-PATIENCE = 12.0  # seconds for start, end, and being late by a tenth
+PATIENCE = 60.0  # seconds for start, end, and being late by a tenth, on a slow machine
 
 
 def check_hang(outcome) -> None:
@@ -61,7 +61,7 @@ def watched(*lines: str) -> subprocess.CompletedProcess[str]:
     imports = "import time", "from mpi4py import MPI", "from mpi_ckpt.train.watchdog import Watchdog"
     program = *imports, "dog = Watchdog(1.0, MPI.COMM_WORLD)", *lines
     command = [sys.executable, "-c", "\n".join(program)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
 
 
 def test_slow_is_not_hung():
@@ -72,7 +72,7 @@ def test_slow_is_not_hung():
 
 
 @pytest.mark.parametrize(
-    "lines", [["with dog.engine(): time.sleep(30)"], ["with dog.engine(): pass", "time.sleep(30)"]], ids=["in", "after"]
+    "lines", [["with dog.engine(): time.sleep(99)"], ["with dog.engine(): pass", "time.sleep(99)"]], ids=["in", "after"]
 )
 def test_what_is_stuck_in_a_save_or_after_it_is_hung(lines):
     hung = watched(*lines)

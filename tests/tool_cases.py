@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpi_ckpt import cli
 from tests.checkpoints import flip, manifest_of, shard_file
-from tests.launch import ROOT, Launcher
+from tests.launch import HANG, ROOT, Launcher
 
 RANKS = 4
 
@@ -73,5 +73,5 @@ def command(*arguments: object) -> list[str]:
 def program(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """The same in a process of its own."""
     return subprocess.run(
-        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, **options
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False, **options
     )

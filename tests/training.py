@@ -14,7 +14,7 @@ from mpi_ckpt.parallel.mesh import Mesh
 from mpi_ckpt.train.config import Settings
 from mpi_ckpt.train.data import open_dataset
 from mpi_ckpt.train.trainer import Trainer
-from tests.launch import Job
+from tests.launch import HANG, Job
 
 
 def build_trainer(comm, tensor_ranks: int, settings: Settings) -> Trainer:
@@ -85,7 +85,7 @@ def all_finite(run_dir: Path) -> bool:
     return all(np.isfinite(array).all() for step in committed(run_dir) for array in arrays(run_dir, step).values())
 
 
-def wait_for_step(job: Job, run_dir: Path, step: int, timeout: float = 40) -> None:
+def wait_for_step(job: Job, run_dir: Path, step: int, timeout: float = HANG) -> None:
     """Until the metrics have that step, of a running job."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and job.process.poll() is None:

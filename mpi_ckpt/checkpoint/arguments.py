@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mpi_ckpt.errors import LayoutMismatch, UnsupportedState
 from mpi_ckpt.storage.manifest_layout import check_index
 from mpi_ckpt.storage.records import ArrayRecord, IndexRecord
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 
 Index = dict[str, tuple[int, tuple[int, ...]]]
 
@@ -19,6 +24,23 @@ def check_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: found {step!r}, expected an int of 0 or more")
     return step
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes in '50MB' (10^6), '1GiB' (2^30) or '5000000'. Raises ValueError naming the option, found and expected."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    nbytes = int(float(match[1]) * unit) if match and unit else 0
+    if nbytes < 1:
+        raise ValueError(f"{name}: found {text!r}, expected bytes such as 500KB, 50MB or 1GiB")
+    return nbytes
+
+
+def check_of_use(place: str, given: object, **options: object) -> None:
+    """**Local.** Raise ValueError for an option that was given for a tier, `place`, that was not."""
+    for name, value in options.items():
+        if value is not None and given is None:
+            raise ValueError(f"{name}: found {value!r} without `{place}`, which it is about; expected both, or neither")
 
 
 def check_json(about: dict[str, Any]) -> None:

@@ -13,16 +13,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpi_ckpt.checkpoint import commit, restore, retention, snapshot, steps
-from mpi_ckpt.checkpoint.arguments import Index, check_json, check_step, plain_index
+from mpi_ckpt.checkpoint.arguments import Index, check_json, check_of_use, check_step, plain_index
 from mpi_ckpt.checkpoint.background import Background
 from mpi_ckpt.checkpoint.cadence import Cadence
 from mpi_ckpt.checkpoint.events import Event, forgiving
 from mpi_ckpt.checkpoint.local import Local
-from mpi_ckpt.checkpoint.local_tier import Options as LocalOptions
+from mpi_ckpt.checkpoint.local_tier import LocalOptions
+from mpi_ckpt.checkpoint.opened import Opened, RestoreOptions, Template
 from mpi_ckpt.checkpoint.ownership import Ownership
-from mpi_ckpt.checkpoint.remote import Options as RemoteOptions
-from mpi_ckpt.checkpoint.restore import Opened, Template
-from mpi_ckpt.checkpoint.restore import Options as RestoreOptions
+from mpi_ckpt.checkpoint.remote import RemoteOptions
 from mpi_ckpt.checkpoint.rotation import Rotation
 from mpi_ckpt.checkpoint.saving import Saving
 from mpi_ckpt.checkpoint.state import State, walk
@@ -67,17 +66,19 @@ class Checkpointer:
 
     `remote`, 's3://bucket/prefix' or 'file:///directory', is a second tier for what the first does not survive: every
     committed step is uploaded to it in the background, at `remote_bandwidth` bytes a second and rank at most (None: as
-    fast as it goes), and the newest `remote_keep` stay there (None: all; those pinned or divided by `keep_every` in any
-    case). A step that waits for its upload is not deleted here; at most `keep` wait beside the one on its way, then the
-    oldest is given up. A failed upload fails nothing else: it is an event and a warning, and goes on after the next
-    save or in the next launch. `close` waits `upload_timeout` seconds for what is left.
+    fast as it goes), and the newest `remote_keep` stay there (None: all; those that are pinned, divided by `keep_every`
+    or best in any case). A step that waits for its upload is not deleted here; at most `keep` wait beside the one on
+    its way, then the oldest is given up. A failed upload fails nothing else: it is an event and a warning, and goes on
+    after the next save or in the next launch. `close` waits `upload_timeout` seconds for what is left.
 
     `local`, a directory on every node's own disk, is a tier before `root`: every save goes there, protected by
-    `redundancy` ('single', 'partner', 'xor', 'rs:k+m') from the loss of nodes, and each `shared_every`-th save of the
-    run goes to `root` as well; the newest `local_keep` steps stay on the nodes. What fails together, a failure domain,
-    is the node, unless `domain` (a name, another one on each rank perhaps) or $MPI_CKPT_DOMAIN says otherwise; in
-    `local`, "{domain}" stands for it. A restore makes again what lost nodes held, or says why it cannot, and takes the
-    newest step of any tier that it can.
+    `redundancy` ('single', 'partner', 'xor', 'rs:k+m'; default 'xor') from the loss of nodes, and each
+    `shared_every`-th save of the run (default 10) goes to `root` as well; the newest `local_keep` steps (default 2)
+    stay on the nodes. What fails together, a failure domain, is the node, unless `domain` (a name, another one on each
+    rank perhaps) or $MPI_CKPT_DOMAIN says otherwise, where "{rank}" stands for the rank; in `local`, "{domain}" stands
+    for the domain. Where the ranks run in too few of them to protect each other, saves go on unprotected, with a
+    warning and an event. A restore makes again what lost nodes held, or says why it cannot, and takes the newest step
+    of any tier that it can.
     """
 
     def __init__(
@@ -102,18 +103,20 @@ class Checkpointer:
         remote_bandwidth: float | None = None,
         upload_timeout: float = 600.0,
         local: str | Path | None = None,
-        redundancy: str = "xor",
-        local_keep: int = 2,
-        shared_every: int = 10,
+        redundancy: str | None = None,
+        local_keep: int | None = None,
+        shared_every: int | None = None,
         domain: str | None = None,
     ) -> None:
         """**Collective.** Make `root` and take its writer's lock.
 
-        Raises DirectoryInUse; RemoteRefused for a remote tier that cannot be used; CheckpointError for nodes that
-        cannot protect each other; ValueError for an option.
+        Raises DirectoryInUse; RemoteRefused for a remote tier that cannot be used; ValueError for an option.
         """
         self.root = Path(root)
-        nodes = None if local is None else LocalOptions(str(local), redundancy, local_keep, shared_every, domain)
+        nodes = LocalOptions.of(
+            local, redundancy=redundancy, local_keep=local_keep, shared_every=shared_every, domain=domain
+        )
+        check_of_use("remote", remote, remote_keep=remote_keep, remote_bandwidth=remote_bandwidth)
         if nodes is not None and read_only:
             raise ValueError("local: a read_only checkpointer sees the shared and the remote tier only")
         self._cadence = Cadence.parse(every, mean_time_between_failures)
@@ -286,7 +289,8 @@ class Checkpointer:
             restore.warn_of_differences(manifest)
         self._rotation.held = manifest.step
         self._seconds_before, self._began = manifest.wall_clock_seconds, time.monotonic()
-        self._on_event({"event": "restore", "step": manifest.step, "restore_seconds": time.monotonic() - began})
+        about = {"tier": opened.copies.tier, "restore_seconds": time.monotonic() - began}
+        self._on_event({"event": "restore", "step": manifest.step, **about})
         return Found(manifest.step, manifest.meta, manifest)
 
     def _opened(self, template: Template, options: RestoreOptions) -> Opened | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -149,7 +149,7 @@ def _prepare(request: Request, found: list[int]) -> tuple[str, str | None]:
     if steps.is_committed(request.directory) and not request.overwrite:
         raise step_exists(request.root, request.step)
     steps.clean(request.root)
-    _warn_of_later_steps(request)
+    warn_of_later_steps(request.step, names.list_steps(request.root))
     _check_room(request)
     atomic.make_dir(request.directory)
     save_id = request.save_id or names.new_save_id()
@@ -169,11 +169,12 @@ def check_same_step(request: Request, found: list[int]) -> None:
         )
 
 
-def _warn_of_later_steps(request: Request) -> None:
-    newest = max(names.list_steps(request.root), default=0)
-    if newest > request.step:
+def warn_of_later_steps(step: int, committed: Collection[int]) -> None:
+    """**Local.** Log that a restart would not take what is being saved."""
+    newest = max(committed, default=0)
+    if newest > step:
         text = "step %d is saved while step %d is there, which a restart would take: see `discard_after`"
-        logger.warning(text, request.step, newest)
+        logger.warning(text, step, newest)
 
 
 def _check_room(request: Request) -> None:

@@ -15,22 +15,25 @@ from mpi_ckpt.checkpoint.commit import Request, Written, step_exists
 from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.local_commit import Prepared
 from mpi_ckpt.checkpoint.local_restore import Restoring, restore_nearest
-from mpi_ckpt.checkpoint.local_tier import LocalTier, Options
-from mpi_ckpt.checkpoint.restore import Opened, Template
-from mpi_ckpt.checkpoint.restore import Options as RestoreOptions
+from mpi_ckpt.checkpoint.local_tier import LocalOptions, LocalTier
+from mpi_ckpt.checkpoint.opened import Opened, RestoreOptions, Template
 from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.errors import SaveFailed
+from mpi_ckpt.errors import CheckpointError, SaveFailed
 
 
 class Local:
     """The node-local tier of one launch. `saves`: those of the run that have committed so far, over its launches."""
 
-    def __init__(self, council: Council, options: Options, launch_id: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, council: Council, options: LocalOptions, launch_id: str, on_event: Callable[[Event], None]
+    ) -> None:
         """**Collective.** See LocalTier."""
         self._tier = LocalTier(council, options, launch_id)
         self._on_event = on_event
+        self._weakness_told = False
+        self._held: int | None = None  # the step restored from, until a newer one is committed
         self.saves = max((copy.save_count for copy, _ in self._tier.agree(council).latest.values()), default=0)
 
     def release(self) -> None:
@@ -53,7 +56,24 @@ class Local:
     def after_commit(self, council: Council, request: Request) -> None:
         """**Collective.** Count the save, which is reported by now, and delete from the nodes what it pushes out."""
         self.saves = request.save_count
-        local_rotation.rotate(council, self._tier, self._on_event)
+        self._tell_of_weakness(request.step)
+        if self._held is not None and request.step > self._held:
+            self._held = None
+        spared = {request.step} if self._held is None else {request.step, self._held}
+        local_rotation.rotate(council, self._tier, self._on_event, spared)
+
+    def _tell_of_weakness(self, step: int) -> None:
+        """**Local.** With the first save of a launch that survives fewer losses than were asked for."""
+        wanted, tolerance = self._tier.wanted, self._tier.tolerance
+        if tolerance == wanted.tolerance or self._weakness_told:
+            return
+        self._weakness_told = True
+        about: Event = {"step": step, "scheme": str(wanted)}
+        if tolerance:
+            about |= {"event": "weak_redundancy", "tolerance": tolerance, "promised": wanted.tolerance}
+        else:
+            about |= {"event": "unprotected", "domains": self._tier.domains}
+        self._on_event(about)
 
     def goes_further(self, request: Request) -> bool:
         """Whether this save is one for the shared tier as well."""
@@ -74,13 +94,29 @@ class Local:
         opened = restore_nearest(Restoring(council, self._tier, tiers, template, options, self._on_event))
         if opened is not None:  # a run whose nodes are all new counts on from the shared tier
             self.saves = max(self.saves, opened.manifest.save_count)
+            self._held = opened.manifest.step
         return opened
 
     def steps(self, council: Council) -> list[int]:
         """**Collective.** The steps that are committed on the nodes, ascending."""
-        return sorted(self._tier.agree(council).latest)
+        found = self._tier.agree(council)
+        return sorted({*found.latest, *found.damaged})
 
     def discard_after(self, council: Council, step: int) -> list[int]:
-        """**Collective.** Delete later steps from the nodes, the highest first; those that are gone."""
+        """**Collective.** Delete later steps from the nodes, the highest first; those that are gone: all of them.
+
+        Raises CheckpointError for a step that a node cannot delete.
+        """
         later = [found for found in reversed(self.steps(council)) if found > step]
-        return local_rotation.delete(council, self._tier, later) if later else []
+        gone = local_rotation.delete(council, self._tier, later) if later else []
+        council.share(lambda: self._check_gone(later, gone))
+        return gone
+
+    def _check_gone(self, later: list[int], gone: list[int]) -> None:
+        if stuck := [step for step in later if step not in gone]:
+            raise CheckpointError(
+                f"step {stuck[0]} cannot be deleted from every node, and a restart would take it",
+                path=self._tier.directory(stuck[0]),
+                found=f"steps {', '.join(map(str, stuck))} still on some node",
+                action="See which node and why (its log says), delete it there, and go back again.",
+            )

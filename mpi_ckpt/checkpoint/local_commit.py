@@ -126,17 +126,19 @@ def finish(
         made = commit.manifest_of(request, place.attributes.save_id, snapshot.description.arrays, records)
         return made.to_json(), max(vote.seconds for vote in votes)
 
-    def stage() -> None:
-        if tier.leads:
-            tier.check_still()
-            atomic.stage_file(manifest, text)
+    def stage() -> bytes | None:
+        if not tier.leads:
+            return None
+        tier.check_still()
+        atomic.stage_file(manifest, text)
+        return manifest.read_bytes() if manifest.exists() else None
 
     try:
         prepared.protection.write(lambda: written().record.sha256)
         slow = snapshot.description.nbytes / SLOW_DISK
         text, slowest = council.agree(written, gather, otherwise=SaveFailed, extra_time=slow)
-        council.agree(stage, lambda _: None, otherwise=SaveFailed)
-        _publish(council, tier, request)
+        before = council.everywhere(stage, otherwise=SaveFailed)
+        _publish(council, tier, request, before)
     except OutcomeUnknown:
         raise
     except RankSilent as error:
@@ -157,6 +159,7 @@ def _decide(tier: LocalTier, request: Request, found: list[Look]) -> tuple[str, 
     committed = frozenset(step for look in found for step in look.committed)
     if request.step in committed and not request.overwrite:
         raise commit.step_exists(tier.root, request.step)
+    commit.warn_of_later_steps(request.step, committed)
     _check_room(tier.scheme, request.step, found)
     return names.new_save_id(), committed
 
@@ -178,10 +181,9 @@ def _check_room(scheme: Scheme, step: int, found: list[Look]) -> None:
             )
 
 
-def _publish(council: Council, tier: LocalTier, request: Request) -> None:
-    """**Collective.** Every node's manifest in place, or none: of an overwritten save then again the one before."""
+def _publish(council: Council, tier: LocalTier, request: Request, before: bytes | None) -> None:
+    """**Collective.** Every node's manifest in place, or none: of an overwritten save then again that of `before`."""
     path = names.manifest_path(request.directory)
-    before = path.read_bytes() if tier.leads and path.exists() else None
 
     def rename() -> None:
         if tier.leads:

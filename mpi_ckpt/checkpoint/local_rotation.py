@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mpi_ckpt.checkpoint import retention, steps
@@ -23,8 +23,11 @@ class _Look(NamedTuple):
     aside: tuple[int, ...]
 
 
-def rotate(council: Council, tier: LocalTier, on_event: Callable[[Event], None]) -> None:
-    """**Collective.** Delete what has been pushed out, and steps set aside that a newer one has overtaken."""
+def rotate(council: Council, tier: LocalTier, on_event: Callable[[Event], None], spared: Collection[int]) -> None:
+    """**Collective.** Delete what has been pushed out, and steps set aside that a newer one has overtaken.
+
+    Not those `spared`: what was just saved, even if later steps of another attempt are there, and what was restored.
+    """
 
     def look() -> _Look:
         if not tier.leads:
@@ -38,7 +41,7 @@ def rotate(council: Council, tier: LocalTier, on_event: Callable[[Event], None])
         committed, pinned, aside = ({step for look in looks for step in look[field]} for field in range(3))
         doomed = retention.choose(sorted(committed), retention.Policy(tier.keep), held=frozenset(pinned))
         newest = max(committed, default=-1)
-        return sorted({*doomed, *(step for step in aside - committed if step <= newest)})
+        return sorted({*doomed, *(step for step in aside - committed if step <= newest)} - {*spared})
 
     doomed = council.agree(look, choose)
     for step in delete(council, tier, doomed) if doomed else ():

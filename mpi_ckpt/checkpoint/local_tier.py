@@ -7,21 +7,25 @@ of the manifest. Any one copy commits the step. Who is a node's *leader*, the lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpi_ckpt.checkpoint import steps
+from mpi_ckpt.checkpoint.arguments import check_of_use
+from mpi_ckpt.checkpoint.local_holdings import Agreed, Copy, Holdings, agreed, holdings_of, is_left
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.comm.topology import failure_domain
-from mpi_ckpt.errors import CheckpointError, DirectoryInUse, InvalidManifest, NoCheckpoint, UnknownSchema
-from mpi_ckpt.redundancy.groups import form_groups
-from mpi_ckpt.redundancy.recovery import Place, speakers
+from mpi_ckpt.errors import DirectoryInUse, UnusableOption
+from mpi_ckpt.redundancy.groups import Unprotected, form_groups, shortfall
+from mpi_ckpt.redundancy.recovery import Place, Vote, speakers
 from mpi_ckpt.redundancy.scheme import Scheme
+from mpi_ckpt.redundancy.survey import survey
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.lock import WriterLock
-from mpi_ckpt.storage.manifest import read_manifest
+from mpi_ckpt.storage.manifest import ShardManifest, ShardRecord
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +33,41 @@ DOMAIN_PLACEHOLDER = "{domain}"
 
 
 @dataclass(frozen=True)
-class Options:
+class LocalOptions:
     """`path`: the directory, of the same name on every node; "{domain}" in it stands for the failure domain.
 
-    `keep`: the newest steps that stay on the nodes; `shared_every`: each so many-th save goes to the shared tier too.
+    `local_keep`: the newest steps that stay on the nodes; `shared_every`: each so many-th save goes to the shared tier
+    too.
     """
 
     path: str
     redundancy: str = "xor"
-    keep: int = 2
+    local_keep: int = 2
     shared_every: int = 10
     domain: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("local_keep", self.keep), ("shared_every", self.shared_every)):
+        for name, value in (("local_keep", self.local_keep), ("shared_every", self.shared_every)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: found {value!r}, expected an int of 1 or more")
         Scheme.parse(self.redundancy)
+
+    @classmethod
+    def of(cls, local: str | Path | None, **options: Any) -> LocalOptions | None:
+        """Those of a tier at `local`, the default for what is None; None for no tier. Raises ValueError."""
+        check_of_use("local", local, **options)
+        given = {name: value for name, value in options.items() if value is not None}
+        return None if local is None else cls(str(local), **given)
 
     @property
     def scheme(self) -> Scheme:
         return Scheme.parse(self.redundancy)
 
-    def place(self) -> Place:
-        """**Local.** This rank's failure domain, and the directory there. Raises CheckpointError for a wrong name."""
-        domain = failure_domain(self.domain)
+    def place(self, rank: int) -> Place:
+        """**Local.** The failure domain of `rank`, and the directory there. Raises UnusableOption for a wrong name."""
+        domain = failure_domain(rank, self.domain)
         if DOMAIN_PLACEHOLDER in self.path and ("/" in domain or domain in (".", "..")):
-            raise CheckpointError(
+            raise UnusableOption(
                 "the name of the failure domain cannot stand in a path",
                 path=self.path,
                 found=repr(domain),
@@ -65,45 +77,38 @@ class Options:
         return Place(domain, self.path.replace(DOMAIN_PLACEHOLDER, domain))
 
 
-class Copy(NamedTuple):
-    """What a node's manifest of a step says of its save; the greatest of several is the latest save."""
+class Census(NamedTuple):
+    """Who leads its node; the number of failure domains; by which scheme they protect each other, as well as they can.
 
-    save_count: int
-    created: str
-    save_id: str
-
-
-class Holdings(NamedTuple):
-    """What a leader finds in its directory: manifests by step, and steps whose directory has none."""
-
-    committed: dict[int, Copy]
-    uncommitted: frozenset[int]
-
-
-class Agreed(NamedTuple):
-    """What all nodes together hold: the latest save of each step and a rank that has its manifest.
-
-    `unequal` are the steps of which some node has another manifest, or a directory without one.
+    `tolerance`: how many of them may be lost at once, fewer than the scheme says where members of a group have to share
+    one. Where they can protect each other from nothing, the scheme is `single`.
     """
 
-    latest: dict[int, tuple[Copy, int]]
-    unequal: tuple[int, ...]
+    leaders: frozenset[int]
+    domains: int
+    scheme: Scheme
+    tolerance: int
 
 
 class LocalTier:
-    """This launch's node-local tier: where this rank's files go, and whether it leads its node."""
+    """This launch's node-local tier: where this rank's files go, and whether it leads its node.
 
-    def __init__(self, council: Council, options: Options, launch_id: str) -> None:
+    `wanted` is the scheme that was asked for, `scheme` the one that is used; see Census.
+    """
+
+    def __init__(self, council: Council, options: LocalOptions, launch_id: str) -> None:
         """**Collective.** Make the nodes' directories, take a writer's lock in each, and end what a crash left there.
 
-        Raises DirectoryInUse; CheckpointError where the failure domains cannot protect each other.
+        Raises DirectoryInUse; UnusableOption for a directory that is not one failure domain's alone.
         """
-        self.scheme, self.keep, self.shared_every = options.scheme, options.keep, options.shared_every
+        self.wanted, self.keep, self.shared_every = options.scheme, options.local_keep, options.shared_every
         self.launch_id = launch_id
         self._lock: WriterLock | None = None
-        place = council.everywhere(options.place)
+        place = council.everywhere(lambda: options.place(council.rank))
         self.domain, self.root = place.domain, Path(place.directory)
-        self.leads = council.rank in council.agree(lambda: place, lambda places: _leaders(self.scheme, places))
+        census = council.agree(lambda: place, lambda places: _census(self.wanted, places))
+        self.domains, self.scheme, self.tolerance = census.domains, census.scheme, census.tolerance
+        self.leads = council.rank in census.leaders
         try:
             council.everywhere(self._take)
             self._settle(council)
@@ -117,11 +122,16 @@ class LocalTier:
             try:
                 self._lock = WriterLock(self.root, self.launch_id)
             except DirectoryInUse as error:
-                error.action = (
-                    "End that launch. Where one machine plays several nodes, each needs a directory of its own: put "
-                    f"{DOMAIN_PLACEHOLDER} into `local`."
-                )
-                raise
+                if lock.read_owner(self.root).get("launch") != self.launch_id:
+                    raise
+                raise UnusableOption(
+                    "`local` is the same directory for several failure domains, or the directory of the shared tier",
+                    path=self.root,
+                    found="a lock of this very launch",
+                    expected="a directory that is this failure domain's alone",
+                    action=f"Name another one; where one machine plays several nodes, put {DOMAIN_PLACEHOLDER} into "
+                    "`local`.",
+                ) from error
 
     def check_still(self) -> None:
         """**Local.** Raise DirectoryInUse when another launch has taken over this node's directory."""
@@ -141,19 +151,7 @@ class LocalTier:
         """**Local.** What lies here; None from a rank that does not lead. Raises UnknownSchema."""
         if not self.leads:
             return None
-        committed = {}
-        for step in names.list_steps(self.root):
-            try:
-                found = read_manifest(self.directory(step))
-                committed[step] = Copy(found.save_count, found.created, found.save_id)
-            except UnknownSchema:
-                raise
-            except NoCheckpoint:
-                continue
-            except InvalidManifest as error:
-                logger.warning("a node's copy of a manifest is damaged and counts for nothing: %s", error)
-        aside = frozenset(s for s in names.list_uncommitted(self.root) if steps.is_set_aside(self.directory(s)))
-        return Holdings(committed, frozenset(names.list_uncommitted(self.root)) - aside)
+        return holdings_of(self.root)
 
     def agree(self, council: Council) -> Agreed:
         """**Collective.** What lies on all nodes."""
@@ -168,9 +166,33 @@ class LocalTier:
         def write() -> None:
             if self.leads and wanted(directory) and not (path.exists() and path.read_bytes() == data):
                 self.check_still()
+                atomic.make_dir(directory)  # a node whose ranks have no file of the step, of fewer ranks
                 atomic.write_file(path, data)
 
         council.everywhere(write)
+
+    def read_manifest(self, council: Council, step: int, holder: int) -> ShardManifest:
+        """**Collective.** The step's manifest as rank `holder` has it."""
+        path = names.manifest_path(self.directory(step))
+        text = council.agree(lambda: path.read_text() if council.rank == holder else "", lambda found: found[holder])
+        return ShardManifest.from_json(text, path)
+
+    def _holder_of_what_is_left(self, council: Council, step: int, saves: list[tuple[Copy, int]]) -> int | None:
+        """**Collective.** A rank that has the manifest of the step's latest save; of several, of those alone that the
+        nodes can give back, or None: a node that was away may bring one of which the others have nothing."""
+        if len(saves) == 1:
+            return saves[0][1]
+        for copy, holder in saves:
+            records = self.read_manifest(council, step, holder).shards
+            if council.agree(partial(self._vote, step, copy, records), partial(is_left, copy.save_id, records)):
+                return holder
+        return None
+
+    def _vote(self, step: int, copy: Copy, records: Sequence[ShardRecord]) -> Vote:
+        # Every byte is read: files of the saves have the same names, and often the same sizes.
+        mine = range(len(records)) if self.leads else ()
+        found = survey(self.directory(step), copy.save_id, records, verify=mine)
+        return Vote(Place(self.domain, str(self.root)), found)
 
     def _settle(self, council: Council) -> None:
         """**Collective.** Finish on all nodes what is committed on one, and clean what is committed on none.
@@ -179,7 +201,9 @@ class LocalTier:
         """
         found = self.agree(council)
         for step in found.unequal:
-            self.spread_manifest(council, step, found.latest[step][1], Path.is_dir)
+            holder = self._holder_of_what_is_left(council, step, found.saves[step])
+            if holder is not None:
+                self.spread_manifest(council, step, holder, Path.is_dir)
 
         def clean() -> None:
             if self.leads:
@@ -189,35 +213,26 @@ class LocalTier:
         council.everywhere(clean)
 
 
-def agreed(found: list[Holdings | None]) -> Agreed:
-    """From every rank's look."""
-    latest: dict[int, tuple[Copy, int]] = {}
-    for rank, holdings in enumerate(found):
-        for step, copy in holdings.committed.items() if holdings else ():
-            if step not in latest or copy > latest[step][0]:
-                latest[step] = copy, rank
-    unequal = {
-        step
-        for holdings in found
-        if holdings
-        for step, (copy, _) in latest.items()
-        if holdings.committed.get(step, None if step in holdings.uncommitted else copy) != copy
-    }
-    return Agreed(latest, tuple(sorted(unequal)))
-
-
-def steps_on_nodes(council: Council, options: Options) -> list[int]:
+def steps_on_nodes(council: Council, options: LocalOptions) -> list[int]:
     """**Collective.** The steps that some node has a manifest of, ascending: a look that makes and locks nothing."""
     return council.agree(
-        lambda: names.list_steps(Path(options.place().directory)),
+        lambda: names.list_steps(Path(options.place(council.rank).directory)),
         lambda found: sorted({s for one in found for s in one}),
     )
 
 
-def _leaders(scheme: Scheme, places: list[Place]) -> frozenset[int]:
-    """Rank 0: who leads; whoever could not be protected hears of it now, not at the first save."""
-    grouping = form_groups(scheme, [place.domain for place in places])
-    if grouping.tolerance < scheme.tolerance:
-        text = "%s: members of a group share failure domains, so that %d of these may be lost at once, not %d"
-        logger.warning(text, scheme, grouping.tolerance, scheme.tolerance)
-    return speakers(places)
+def _census(wanted: Scheme, places: list[Place]) -> Census:
+    """Rank 0: who and how many there are. Who is protected less than was asked for hears of it before a save.
+
+    A run that lost nodes goes on with those that are left, even if there is only one.
+    """
+    domains = [place.domain for place in places]
+    leaders, n_domains = speakers(places), len(set(domains))
+    try:
+        grouping = form_groups(wanted, domains)
+    except Unprotected as error:
+        logger.warning("going on UNPROTECTED: a lost node takes along what is saved on the nodes alone. %s", error)
+        return Census(leaders, n_domains, Scheme.parse("single"), 0)
+    if (said := shortfall(wanted, grouping)) is not None:
+        logger.warning("%s on %d failure domains: %s. More nodes, or fewer ranks a node.", wanted, n_domains, said)
+    return Census(leaders, n_domains, wanted, grouping.tolerance)

@@ -11,6 +11,9 @@ from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import LayoutMismatch
 from mpi_ckpt.layout import Block, overlap
 from mpi_ckpt.storage.manifest import BlockRecord, IndexRecord, ShardManifest, flat_arrays, read_manifest
+from mpi_ckpt.storage.object_store import open_store
+from mpi_ckpt.storage.places import Directory
+from mpi_ckpt.storage.remote_steps import find_remote, remote_manifest, remote_step
 from mpi_ckpt.storage.shard_file import check_structure, map_block, read_blocks
 
 
@@ -24,17 +27,20 @@ def read(
 ) -> np.ndarray:
     """**Local.** `region` of the array `name` in `step` (None: the newest) below the checkpoints root `root`.
 
+    `root` may be the URL of a remote tier too, s3://bucket/prefix or file:///directory: nothing is downloaded but what
+    is asked for.
+
     `name` is a key of the state ('optimizer/m'), a named parameter of the index ('blocks.0.fc.weight'), which is taken
     from the first array of the flat parameter space, or both ('m:blocks.0.fc.weight'). `region` is a slice for each
     axis, of step 1; None is everything. The result has the array's dtype and the region's shape.
 
     Only the blocks that overlap the region are touched, and of those only the chunks of 1 MiB that hold it, each
-    checked by its crc32c. With verify="none" nothing is checked, and a region within one block is not even read but
-    mapped, read-only. Raises NoCheckpoint, LayoutMismatch for a name or region that is not there, MissingShard,
-    CorruptShard, InvalidManifest.
+    checked by its crc32c. With verify="none", for a directory only, nothing is checked, and a region within one block
+    is not even read but mapped, read-only. Raises NoCheckpoint, LayoutMismatch for a name or region that is not there,
+    MissingShard, CorruptShard, InvalidManifest; RemoteFailed and RemoteRefused from a remote tier; ValueError for
+    another `verify`.
     """
-    directory = find_committed(Path(root), step)
-    manifest = read_manifest(directory)
+    directory, manifest = _open(root, step, verify)
     if name in manifest.arrays:
         wanted = _box(name, manifest.arrays[name].shape, region)
         return _read_box(directory, manifest, name, wanted, verify)
@@ -50,7 +56,22 @@ def read(
     return np.lib.stride_tricks.as_strided(flat, wanted.shape, strides, writeable=flat.flags.writeable)
 
 
-def _parameter(directory: Path, manifest: ShardManifest, name: str) -> tuple[str, IndexRecord]:
+def _open(root: str | Path, step: int | None, verify: str) -> tuple[Directory, ShardManifest]:
+    """Where the shards of the step lie, and its manifest."""
+    if not (isinstance(root, str) and "://" in root):
+        directory = find_committed(Path(root), step)
+        return directory, read_manifest(directory)
+    if verify == "none":
+        raise ValueError(
+            "verify: found 'none' with a remote root, expected 'crc32c': only local files can be mapped, "
+            "and what comes over a network is always checked"
+        )
+    store = open_store(root)
+    manifest = remote_manifest(store, find_remote(store, step)[-1])
+    return remote_step(store, manifest), manifest
+
+
+def _parameter(directory: Directory, manifest: ShardManifest, name: str) -> tuple[str, IndexRecord]:
     key, _, parameter = name.rpartition(":")
     flat = flat_arrays(manifest.arrays)
     key = key or (flat[0] if flat else "")
@@ -79,18 +100,18 @@ def _box(name: str, shape: tuple[int, ...], region: slice | Sequence[slice] | No
     return Block(tuple(a for a, _ in bounds), tuple(max(0, b - a) for a, b in bounds))
 
 
-def _read_box(directory: Path, manifest: ShardManifest, key: str, wanted: Block, verify: str) -> np.ndarray:
+def _read_box(directory: Directory, manifest: ShardManifest, key: str, wanted: Block, verify: str) -> np.ndarray:
     dtype = np.dtype(manifest.arrays[key].dtype)
-    pieces: list[tuple[Path, BlockRecord]] = []
+    pieces: list[tuple[str, BlockRecord]] = []
     for record in manifest.shards:
         blocks = [block for block in record.blocks.get(key, ()) if overlap(block.block, wanted)]
         if blocks:
             check_structure(directory / record.path, record)
-            pieces += [(directory / record.path, block) for block in blocks]
-    if verify == "none" and len(pieces) == 1:
+            pieces += [(record.path, block) for block in blocks]
+    if verify == "none" and len(pieces) == 1 and isinstance(directory, Path):
         path, block = pieces[0]
-        return map_block(path, block, dtype)[wanted.within(block.block)]
+        return map_block(directory / path, block, dtype)[wanted.within(block.block)]
     out = np.empty(wanted.shape, dtype)
     for path, block in pieces:
-        read_blocks(path, [(block, wanted, out)], verify)
+        read_blocks(directory / path, [(block, wanted, out)], verify)
     return out

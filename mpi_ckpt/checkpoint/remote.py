@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi_ckpt.checkpoint import retention, steps
 from mpi_ckpt.comm.threads import threads_may_communicate
-from mpi_ckpt.errors import CheckpointError, InvalidManifest, MissingShard, NoCheckpoint, RemoteFailed, RemoteRefused
+from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint, RemoteFailed, RemoteRefused
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.object_store import ObjectStore, open_store
-from mpi_ckpt.storage.remote_steps import is_uploaded, list_remote, remote_step, retire
+from mpi_ckpt.storage.remote_steps import is_uploaded, list_remote, read_upload_manifest, retire
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
+class RemoteOptions:
     """Where uploads go, and how. See `Checkpointer`."""
 
     url: str
@@ -35,8 +35,8 @@ class Options:
 
     @property
     def policy(self) -> retention.Policy:
-        """What stays in the remote tier."""
-        return retention.Policy(keep=self.keep, keep_every=self.local.keep_every)
+        """What stays in the remote tier: as many as were asked for, and what never rotates here either."""
+        return replace(self.local, keep=self.keep)
 
 
 def check_threads(url: str) -> None:
@@ -72,24 +72,6 @@ def local_manifest(root: Path, step: int) -> ShardManifest | None:
         return None
 
 
-def check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
-    """**Local.** Raise MissingShard unless every shard of the save lies in the store, at its size."""
-    listed = list_remote(store, manifest.step).get(manifest.step)
-    place = remote_step(store, manifest)
-    for shard in manifest.shards:
-        file = place / shard.path
-        nbytes = listed.shards.get(file.key) if listed else None
-        if nbytes != shard.nbytes:
-            raise MissingShard(
-                "a shard that was uploaded is not in the store",
-                path=file,
-                rank=shard.rank,
-                found="no object" if nbytes is None else f"{nbytes} bytes",
-                expected=f"{shard.nbytes} bytes",
-                action="See whether something else deletes from there.",
-            )
-
-
 def unfinished(store: ObjectStore, root: Path) -> list[int]:
     """**Local.** The local steps that an earlier launch did not get to upload; leftovers of others are deleted.
 
@@ -111,10 +93,14 @@ def unfinished(store: ObjectStore, root: Path) -> list[int]:
     return missing
 
 
-def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retention.Policy) -> None:
+Metrics = dict[int, dict[str, float]]
+
+
+def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retention.Policy, metrics: Metrics) -> None:
     """**Local.** After a step's upload manifest is there: delete what it has replaced, and what the policy lets go.
 
-    What cannot be deleted is logged and left. Steps that are pinned below `root` stay.
+    What cannot be deleted is logged and left. Steps that are pinned below `root` stay. `metrics` remembers those of
+    the steps in the store from one call to the next, where the policy asks for them.
     """
     try:
         listed = list_remote(store)
@@ -123,13 +109,25 @@ def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retent
             store.delete([key for key in listed[manifest.step].shards if not key.startswith(mine)])
         committed = [step for step, found in listed.items() if found.committed]
         pinned = frozenset(step for step in committed if steps.is_pinned(names.step_dir(root, step)))
-        for step in retention.choose(committed, policy, held=pinned):
+        metrics[manifest.step] = dict(manifest.metrics)
+        if policy.best_metric is not None:
+            metrics |= {step: _read_metrics(store, step) for step in committed if step not in metrics}
+        for step in retention.choose(committed, policy, held=pinned, metrics=metrics):
             retire(store, step, listed[step])
+            metrics.pop(step, None)
         if committed and committed[-1] > manifest.step:
             text = "step %d is uploaded while step %d is there, which a restart would take: see `discard_after`"
             logger.warning(text, manifest.step, committed[-1])
     except CheckpointError as error:
         logger.warning("cannot delete from the remote tier, going on: %s", error)
+
+
+def _read_metrics(store: ObjectStore, step: int) -> dict[str, float]:
+    try:
+        found = read_upload_manifest(store, step)
+    except InvalidManifest:  # a damaged step is not the best one, and no reason to keep all others
+        return {}
+    return dict(found.metrics) if found is not None else {}
 
 
 def clean(store: ObjectStore, step: int) -> None:

@@ -64,7 +64,8 @@ class Rotation:
         if self._policy.keeps_all:
             return
         doomed, _ = council.share(lambda: self._plan(launch_id))
-        self._prune(council, doomed)
+        # What was just saved stays, even if later steps, of another attempt, are there.
+        self._prune(council, [found for found in doomed if found != step])
 
     def _plan(self, launch_id: str, saving: int | None = None) -> tuple[list[int], list[int]]:
         """Rank 0: the doomed steps, and the rotating ones that will survive them."""

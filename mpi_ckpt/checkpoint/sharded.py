@@ -10,6 +10,7 @@ import numpy as np
 
 from mpi_ckpt.checkpoint import commit, restore, snapshot, values
 from mpi_ckpt.checkpoint.arguments import plain_index
+from mpi_ckpt.checkpoint.opened import Opened, RestoreOptions
 from mpi_ckpt.checkpoint.ownership import Ownership
 from mpi_ckpt.checkpoint.state import Leaves, PerRank, State, walk
 from mpi_ckpt.checkpoint.tiers import Tiers
@@ -81,12 +82,12 @@ def load_sharded(
             )
         built: list[State] = []
 
-        def template(opened: restore.Opened) -> Leaves:
+        def template(opened: Opened) -> Leaves:
             state, leaves = _empty_state(opened, council.rank)
             built.append(state)
             return leaves
 
-        opened = restore.restore(council, Tiers(root), template, restore.Options(step=step), set_aside=False)
+        opened = restore.restore(council, Tiers(root), template, RestoreOptions(step=step), set_aside=False)
         if opened is None:
             raise NoCheckpoint("there is no committed step", path=root, expected="a step with a manifest.json")
         return built[0], opened.manifest
@@ -143,7 +144,7 @@ def _digest(array: np.ndarray) -> str:
     return hashlib.sha256(little.reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def _empty_state(opened: restore.Opened, rank: int) -> tuple[State, Leaves]:
+def _empty_state(opened: Opened, rank: int) -> tuple[State, Leaves]:
     """A state of the checkpoint's structure, and its leaves, for the rank that saved it."""
     state, leaves = State(), Leaves()
     for key, array in opened.manifest.arrays.items():

@@ -26,10 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Copies:
-    """A step's manifest, and the places where its shards may lie, the nearest first. Travels between ranks."""
+    """A step's manifest, and the places where its shards may lie, the nearest first. Travels between ranks.
+
+    `tier` is where the manifest was found: local (the nodes), shared or remote.
+    """
 
     manifest: ShardManifest
     directories: tuple[Directory, ...]
+    tier: str = "shared"
 
     @property
     def directory(self) -> Directory:
@@ -98,15 +102,16 @@ class Tiers:
                 raise
             if isinstance(error, InvalidManifest):
                 logger.warning("opening step %d by its upload manifest: %s", step, error)
-            return Copies(far, (RemoteStep(self.remote, step, far.save_id),))
+            return Copies(far, (RemoteStep(self.remote, step, far.save_id),), "remote")
 
     def has_changed(self, step: int, opened: ShardManifest | None) -> bool:
         """**Local.** Whether a writer has pruned or replaced the step since it was chosen, or opened as `opened`."""
         if self.remote is None and not steps.is_committed(names.step_dir(self.root, step)):
             return True
         try:
-            return self.open(step).manifest.save_id != (opened.save_id if opened else None) and opened is not None
+            now = self.open(step).manifest
         except NoCheckpoint:
             return True
         except InvalidManifest:
             return False
+        return opened is not None and now.save_id != opened.save_id

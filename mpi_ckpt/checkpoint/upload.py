@@ -31,9 +31,9 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, RankSilent, RemoteFailed
 from mpi_ckpt.storage import lock, names
 from mpi_ckpt.storage.manifest import read_manifest
-from mpi_ckpt.storage.object_store import open_store
-from mpi_ckpt.storage.remote_steps import remote_step, write_upload_manifest
-from mpi_ckpt.storage.shard_stream import send_shard
+from mpi_ckpt.storage.object_store import ObjectStore, open_store
+from mpi_ckpt.storage.remote_steps import check_writer, claim, write_upload_manifest
+from mpi_ckpt.storage.shard_stream import send_shards
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,7 +57,7 @@ class _Task(NamedTuple):
 class Upload:
     """Uploads the steps below `root` that it is told of, and those that an earlier launch left behind."""
 
-    def __init__(self, root: Path, comm: MPI.Comm, options: remote.Options, council_timeout: float) -> None:
+    def __init__(self, root: Path, comm: MPI.Comm, options: remote.RemoteOptions, council_timeout: float) -> None:
         """**Collective.** Raises RemoteRefused, the same on every rank, for what only the user can change."""
         self._root = root
         self._options = options
@@ -72,7 +72,8 @@ class Upload:
         self._background = Background("mpi_ckpt upload", options.nice)
         self._launch_id = ""
         self._on_event: Callable[[Event], None] = lambda event: None
-        self._scanned = False
+        self._scanned = self._claimed = False
+        self._metrics: remote.Metrics = {}  # rank 0: of the steps in the store
 
     def start(self, launch_id: str, on_event: Callable[[Event], None]) -> None:
         """**Local.** Begin with what an earlier launch left; all ranks do. `launch_id` holds the writer's lock."""
@@ -172,6 +173,14 @@ class Upload:
         self._queue.add(*sorted({*left} - waiting), *sorted(waiting))
         self._scanned = True
 
+    def _claim_or_check(self, store: ObjectStore) -> None:
+        """Rank 0: from its first commit on this launch uploads there, until another one does."""
+        if self._claimed:
+            check_writer(store, self._launch_id)
+        else:
+            claim(store, self._launch_id)
+            self._claimed = True
+
     def _upload(self, step: int, nbytes: int) -> bool:
         """**Collective.** Upload a step, in several attempts; whether it is done with."""
         began, error = time.monotonic(), None
@@ -227,11 +236,9 @@ class Upload:
         """This rank's shards; the save that they are of, and the bytes that had to go."""
         directory = names.step_dir(self._root, step)
         manifest = read_manifest(directory)
-        store = open_store(self._options.url)
-        place, sent = remote_step(store, manifest), 0
         # A step that more or fewer ranks have saved, in an earlier launch, has other shards than one a rank.
-        for shard in manifest.shards[self._council.rank :: self._council.size]:
-            sent += send_shard(store, place / shard.path, directory / shard.path, shard, self._transfer.pace)
+        mine = slice(self._council.rank, None, self._council.size)
+        sent = send_shards(open_store(self._options.url), directory, manifest, mine, self._transfer.pace)
         return manifest.save_id, sent
 
     def _commit(self, step: int, votes: list[tuple[str, int]]) -> int:
@@ -239,10 +246,10 @@ class Upload:
         store = open_store(self._options.url)
         with self._publishing:
             lock.check_owner(self._root, self._launch_id)
+            self._claim_or_check(store)
             manifest = remote.local_manifest(self._root, step)
             if manifest is None or {manifest.save_id} != {save_id for save_id, _ in votes}:
                 raise RemoteFailed("the step was replaced while it was uploaded", path=names.step_dir(self._root, step))
-            remote.check_complete(store, manifest)
             write_upload_manifest(store, manifest)
-        remote.tidy(store, self._root, manifest, self._options.policy)
+        remote.tidy(store, self._root, manifest, self._options.policy, self._metrics)
         return sum(sent for _, sent in votes)

@@ -30,7 +30,8 @@ R = TypeVar("R")
 DEFAULT_TIMEOUT = 1800.0  # seconds that a rank may be silent
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3  # seconds between polls: each is twice as long as the one before
 _LOOKS = 4  # in a row, for MPI may let a message in during one look and show it at the next
-_TAGS = 16384  # agreements before a tag comes round again; MPI guarantees tags up to 32767
+_TAGS = 8192  # agreements before a tag comes round again: two each for votes and outcomes, two for other messages.
+_FREE_TAGS = 2 * _TAGS  # the first of those; MPI guarantees tags up to 32767
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class Council:
         Ranks that left the last series at different agreements, because rank 0 was silent, are in step again.
         """
         self._series, self._agreements = series, 0
+
+    @property
+    def free_tag(self) -> int:
+        """**Local.** For messages on `comm` that `work` itself exchanges with other ranks: the next agreement's own.
+
+        What an exchange that failed has left under way is not taken for that of the next 127 series.
+        """
+        return _FREE_TAGS + (128 * self._series + self._agreements) % (2 * _TAGS)
 
     def close(self) -> None:
         """**Collective.** Free the duplicated communicator."""
@@ -99,10 +108,10 @@ class Council:
         """**Collective.** Run `work()` on rank 0 alone; every rank returns its result or raises its error."""
         return self.agree(lambda: None, lambda _: work(), otherwise=otherwise)
 
-    def everywhere(self, work: Callable[[], T]) -> T:
+    def everywhere(self, work: Callable[[], T], *, otherwise: type[CheckpointError] = CheckpointError) -> T:
         """**Collective.** Run `work()` on every rank; each returns its own result once all have succeeded."""
         mine: list[T] = []
-        self.agree(lambda: mine.append(work()), lambda _: None)
+        self.agree(lambda: mine.append(work()), lambda _: None, otherwise=otherwise)
         return mine[0]
 
     def broadcast(self, value: T) -> T:

@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL | None:
         except (OSError, AttributeError):
             continue
         return found
-    logger.warning("no ISA-L found: Reed-Solomon runs in NumPy, slowly. Install your system's isa-l, or mpi_ckpt[rs].")
+    logger.warning("no ISA-L found: Reed-Solomon runs in NumPy, slowly. Install your system's isa-l, or pyeclib (pip).")
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mpi_ckpt.errors import CheckpointError, InvalidManifest, UnknownSchema
 from mpi_ckpt.redundancy import planner
+from mpi_ckpt.redundancy.groups import surviving_losses
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.storage import atomic, json_fields, manifest_json, names
 from mpi_ckpt.storage.json_fields import Fault
@@ -70,6 +71,11 @@ class Descriptor:
     def group(self) -> tuple[str, tuple[int, ...]]:
         """What tells the group from others of the save, those of an earlier protection included."""
         return str(self.scheme), self.ranks
+
+    @property
+    def tolerance(self) -> int:
+        """How many failure domains, any of them, the group may lose: fewer than its scheme says where members share."""
+        return surviving_losses(self.scheme, [member.domain for member in self.members])
 
     @property
     def sizes(self) -> tuple[int, ...]:

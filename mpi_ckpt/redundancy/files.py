@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpi_ckpt.comm.exchange import Part, Port
+from mpi_ckpt.comm.combination import Part
+from mpi_ckpt.comm.exchange import Port
 from mpi_ckpt.errors import CorruptShard
 from mpi_ckpt.redundancy.coder import combine
 from mpi_ckpt.redundancy.descriptor import ParityPiece
 from mpi_ckpt.storage import atomic, direct
 from mpi_ckpt.storage.crc import crc32c, hexadecimal
 from mpi_ckpt.storage.read_ahead import read_ahead, stretch
-from mpi_ckpt.storage.shard_check import opened
+from mpi_ckpt.storage.shard_check import corrupt, opened
 from mpi_ckpt.storage.staging import Lane, staging
 
 
@@ -48,7 +50,7 @@ class Files:
     A source may be InMemory instead, for bytes that are in no file, or in memory as well.
     **Local.** Use it as a context manager: when it is left no thread of it is alive and every descriptor is closed.
     Errors come out of the futures, and of `finish`, never out of `open`: a rank whose disk fails must not miss the
-    exchange.
+    exchange. A source that its disk cannot read (EIO), or that is too short, is CorruptShard.
     """
 
     def __init__(self, sources: Mapping[Any, Path | InMemory], targets: Mapping[Any, Path]) -> None:
@@ -108,7 +110,7 @@ class Files:
         if not isinstance(source, Path):
             source.read(lo, buffer, n)
             return
-        with atomic.naming(source):
+        with atomic.naming(source), _lost_where_unreadable(source):
             found = direct.read_into(self._descriptor(source, os.O_RDONLY), buffer, lo, n)
         if found < n:
             raise CorruptShard(
@@ -129,6 +131,18 @@ class Files:
     def _write_pages(self, part: Part, lo: int, pages: np.ndarray) -> None:
         with atomic.naming(self._targets[part.file]):
             direct.write_all(self._target(part.file), pages, part.offset + lo)
+
+
+@contextlib.contextmanager
+def _lost_where_unreadable(path: Path) -> Iterator[None]:
+    """Bytes that the disk cannot read are lost like changed ones: other files may give them back."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        what, expected = "the disk cannot read a file", f"the bytes of {path.name}"
+        raise corrupt(path, what, found=error, expected=expected) from error
 
 
 def parity_is_intact(path: Path, pieces: Sequence[ParityPiece]) -> bool:

@@ -7,12 +7,17 @@ g; and the groups' sizes differ by one at most. Pure and deterministic: every ra
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.redundancy.scheme import Scheme
+
+
+class Unprotected(CheckpointError):
+    """The failure domains cannot protect each other: not even the loss of one would be survived."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,6 @@ class Grouping:
     groups: tuple[tuple[int, ...], ...]
     tolerance: int
 
-    def group_of(self, rank: int) -> int:
-        """The index of the one group that `rank` is in."""
-        return next(index for index, group in enumerate(self.groups) if rank in group)
-
 
 def form_groups(scheme: Scheme, domains: Sequence[str]) -> Grouping:
     """The parity groups of the ranks 0 to n-1 that run in `domains[rank]`.
@@ -36,7 +37,7 @@ def form_groups(scheme: Scheme, domains: Sequence[str]) -> Grouping:
     Groups have the scheme's size, or more where the numbers do not divide, so that they cost no more than it says; only
     where one domain has so many ranks that larger groups would hold two of them are they smaller. A group always has
     more members than parities. Where even then members would have to share a domain, schemes with several parities
-    settle for a smaller tolerance (`Grouping.tolerance`). Raises CheckpointError where not even the loss of one domain
+    settle for a smaller tolerance (`Grouping.tolerance`). Raises Unprotected where not even the loss of one domain
     would be survived.
     """
     if scheme.kind == "single":
@@ -54,19 +55,37 @@ def form_groups(scheme: Scheme, domains: Sequence[str]) -> Grouping:
     raise _unprotected(scheme, counts, "one failure domain has too many of the ranks to be protected by the others")
 
 
+def shortfall(scheme: Scheme, grouping: Grouping) -> str | None:
+    """What the groups give less than the scheme promises, or cost more; None where all is as promised.
+
+    (xor promises no size of its groups: those of fewer nodes than XOR_SIZE cost what they must.)
+    """
+    members = min(map(len, grouping.groups))
+    weaker, dearer = grouping.tolerance < scheme.tolerance, scheme.kind == "rs" and members < scheme.size
+    if not (weaker or dearer):
+        return None
+    survived, cost = str(grouping.tolerance), f"{_extra(scheme, members):.0f} %"
+    return (
+        f"groups of {members} ranks are the most that these failure domains allow: {survived} of these may be lost at "
+        f"once{f', not {scheme.tolerance}' * weaker}, and redundancy takes {cost} of the bytes of the data"
+        f"{f', not {_extra(scheme, scheme.size):.0f} %' * dearer}"
+    )
+
+
+def _extra(scheme: Scheme, members: int) -> float:
+    """Bytes beside the data, in per cent of them."""
+    return 100 * (scheme.stored_bytes(1 << 20, members) / (1 << 20) - 1)
+
+
 def surviving_losses(scheme: Scheme, domains: Sequence[str]) -> int:
     """How many failure domains, any of them, the *one* group whose members run in `domains` may lose."""
-    lost = 0
-    for count, (_, members) in enumerate(Counter(domains).most_common()):
-        lost += members
-        if lost > scheme.parities:
-            return count
-    return len(domains)  # unreachable for a group that has more members than parities
+    largest_first = (members for _, members in Counter(domains).most_common())
+    return sum(lost <= scheme.parities for lost in itertools.accumulate(largest_first))
 
 
-def _unprotected(scheme: Scheme, counts: Counter[str], what: str) -> CheckpointError:
+def _unprotected(scheme: Scheme, counts: Counter[str], what: str) -> Unprotected:
     domain, most = counts.most_common(1)[0]
-    return CheckpointError(
+    return Unprotected(
         f"{scheme} cannot protect these ranks: {what}",
         found=f"{most} of {counts.total()} ranks in {domain!r}, {len(counts)} domain{'s' * (len(counts) != 1)}",
         expected=f"groups of more than {scheme.parities} ranks that lie in different domains",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpi_ckpt.comm.exchange import Combination, Part
+from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.redundancy import galois
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.storage.direct import align_up

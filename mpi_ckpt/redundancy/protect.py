@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.comm.exchange import Combination, exchange
-from mpi_ckpt.errors import CheckpointError, RankSilent, SaveFailed
+from mpi_ckpt.comm.combination import Combination
+from mpi_ckpt.comm.exchange import exchange
+from mpi_ckpt.errors import CheckpointError, SaveFailed
 from mpi_ckpt.redundancy import planner
 from mpi_ckpt.redundancy.descriptor import (
     Descriptor,
@@ -53,7 +54,7 @@ class Protection:
     def __init__(
         self, council: Council, scheme: Scheme, domain: str, source: Source, directory: Path, *, save_id: str
     ) -> None:
-        """**Collective.** Agree on the groups. `write` has to follow, unless this raises.
+        """**Collective.** Agree on the groups.
 
         Each rank gives its own file and failure domain, and the directory of its node; scheme and save_id are the same
         on all. Raises CheckpointError where the domains cannot protect each other, SaveFailed.
@@ -61,8 +62,6 @@ class Protection:
         self._council, self._source, self._directory = council, source, Path(directory)
         mine = Member(council.rank, domain, source.name, source.nbytes, "")
         self._own = replace(_agree_on_groups(council, scheme, mine, source), save_id=save_id)
-        self._resources = contextlib.ExitStack()
-        self._run = self._resources.enter_context(duplicate(council))
 
     def write(self, sha256: Callable[[], str]) -> Descriptor:
         """**Collective.** Write this rank's parity file and its descriptor.
@@ -76,15 +75,16 @@ class Protection:
         pieces: list[ParityPiece] = []
 
         def work() -> str:
-            pieces.extend(_write_parity(self._run, own, self._source.origin, names.tmp(parity)))
+            pieces.extend(_write_parity(self._council, own, self._source.origin, names.tmp(parity)))
             return sha256()
 
-        with undone(names.tmp(parity)), self._resources:
+        with undone(names.tmp(parity)):
             slow = sum(own.sizes) / SLOW_DISK
             digests = self._council.agree(work, lambda found: found, otherwise=SaveFailed, extra_time=slow)
         members = tuple(member._replace(sha256=digests[member.rank]) for member in own.members)
         finished = replace(own, members=members, parity=tuple(pieces))
-        with undone(names.tmp(parity), parity, self._directory / descriptor_name(self._source.name)):
+        descriptor = self._directory / descriptor_name(self._source.name)
+        with undone(names.tmp(parity), parity, names.tmp(descriptor), descriptor):
             publish = functools.partial(_publish, self._directory, parity, finished)
             self._council.agree(publish, lambda _: None, otherwise=SaveFailed)
         return finished
@@ -114,12 +114,12 @@ def _agree_on_groups(council: Council, scheme: Scheme, mine: Member, source: Sou
     return Descriptor("", council.size, scheme, members.index(mine), members, ())
 
 
-def _write_parity(run: Runner, own: Descriptor, origin: Path | InMemory, temporary: Path) -> Sequence[ParityPiece]:
+def _write_parity(council: Council, own: Descriptor, origin: Path | InMemory, temporary: Path) -> Sequence[ParityPiece]:
     """Take part in the group's exchange; this rank's parity is durable under its temporary name then."""
     data, parity = MemberFile(own.member, DATA), MemberFile(own.member, PARITY)
     parts = planner.parity_parts(own.scheme, own.sizes, own.member)
     with Files({data: origin}, {parity: temporary} if parts else {}) as files:
-        run([_on_ranks(c, own.ranks) for c in planner.encode(own.scheme, own.sizes)], files)
+        carry_out(council, [_on_ranks(c, own.ranks) for c in planner.encode(own.scheme, own.sizes)], files)
         size = max((part.offset + part.nbytes for part in parts), default=0)
         return files.finish({parity: size}).get(parity, ())
 
@@ -141,25 +141,10 @@ def _publish(directory: Path, parity: Path, finished: Descriptor) -> None:
 
 # -- shared with `rebuild` ---------------------------------------------------------------------------------------------
 
-Runner = Callable[[Sequence[Combination], Files], None]
 
-
-@contextlib.contextmanager
-def duplicate(council: Council) -> Iterator[Runner]:
-    """**Collective.** Something that runs exchanges on a communicator of their own."""
-    comm = council.comm.Dup()  # the council's own messages use every tag
-
-    def run(combinations: Sequence[Combination], files: Files) -> None:
-        exchange(comm, combinations, files.port(), timeout=council.timeout)
-
-    try:
-        yield run
-    except RankSilent:
-        raise  # messages may be under way on it: it is never freed
-    except BaseException:
-        comm.Free()
-        raise
-    comm.Free()
+def carry_out(council: Council, combinations: Sequence[Combination], files: Files) -> None:
+    """**Collective.** Exchange bytes of files, as the work of an agreement: all that this rank has a part in."""
+    exchange(council.comm, combinations, files.port(), timeout=council.timeout, tag=council.free_tag)
 
 
 @contextlib.contextmanager

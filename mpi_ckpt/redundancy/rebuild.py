@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpi_ckpt.comm.agreement import Council
@@ -9,20 +10,24 @@ from mpi_ckpt.errors import CorruptShard
 from mpi_ckpt.redundancy.descriptor import ParityPiece, write_descriptor
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA, PARITY
-from mpi_ckpt.redundancy.protect import SLOW_DISK, Runner, duplicate, undone
+from mpi_ckpt.redundancy.protect import SLOW_DISK, carry_out, undone
 from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Report, Vote, plan_recovery, speakers
 from mpi_ckpt.redundancy.survey import Found
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.shard_check import hash_file
 
 
-def rebuild(council: Council, directory: Path, found: Found, domain: str, *, save_id: str) -> Report:
+def rebuild(
+    council: Council, directory: Path, found: Found, domain: str, *, save_id: str, records: Sequence[ShardRecord]
+) -> Report:
     """**Collective.** Bring the files of each rank of the save into the `directory` of the node it now runs on.
 
-    `found` is what `survey` saw there; `domain` the failure domain of this rank, by any name. A file that lies on
-    another node is sent from there, one that lies on none is made again by the group's scheme, parity too; descriptors
-    name the present domains. Data are compared by sha256 before they get their name. Works for any number of ranks
-    (`recovery`); copies that lie elsewhere are left there.
+    `found` is what `survey` saw there; `domain` the failure domain of this rank, by any name; `records` are the save's
+    shards by rank. A file that lies on another node is sent from there, one that lies on none is made again by the
+    group's scheme, parity too; descriptors name the present domains. Data that lie somewhere need no descriptor. Data
+    are compared by sha256 before they get their name. Works for any number of ranks (`recovery`); copies that lie
+    elsewhere are left there.
 
     Raises, the same on all ranks, LostBeyondScheme when the scheme cannot give a file back; CorruptShard when a file
     that was made again is not what was saved, because another one is damaged: then `survey` with `verify`;
@@ -32,27 +37,26 @@ def rebuild(council: Council, directory: Path, found: Found, domain: str, *, sav
     place = Place(domain, str(directory))
     telling = council.agree(lambda: place, speakers)
     vote = Vote(place, found if council.rank in telling else Found(damaged=found.damaged))
-    plan = council.agree(lambda: vote, lambda votes: plan_recovery(votes, save_id))
+    plan = council.agree(lambda: vote, lambda votes: plan_recovery(votes, save_id, records))
     mine = {key: directory / plan.names[key] for key, host in plan.targets.items() if host == council.rank}
     written: dict[FileKey, tuple[ParityPiece, ...]] = {}
     extra_time = 2 * sum(map(plan.nbytes, plan.targets)) / SLOW_DISK
     council.everywhere(lambda: atomic.make_dir(directory) if mine else None)
     with undone(*map(names.tmp, mine.values())):
-        with duplicate(council) as run:
-            council.agree(
-                lambda: written.update(_write(run, plan, mine, directory)), lambda _: None, extra_time=extra_time
-            )
+        council.agree(
+            lambda: written.update(_write(council, plan, mine, directory)), lambda _: None, extra_time=extra_time
+        )
         council.agree(lambda: _publish(plan, mine, written, _hosted(plan, council), found, directory), lambda _: None)
     return plan.report
 
 
 def _write(
-    run: Runner, plan: Recovery, mine: dict[FileKey, Path], directory: Path
+    council: Council, plan: Recovery, mine: dict[FileKey, Path], directory: Path
 ) -> dict[FileKey, tuple[ParityPiece, ...]]:
     """Take part in the exchange; this rank's files are durable and verified under their temporary names then."""
     targets = {key: names.tmp(path) for key, path in mine.items()}
     with Files({key: directory / name for key, name in plan.names.items()}, targets) as files:
-        run(plan.combinations, files)
+        carry_out(council, plan.combinations, files)
         pieces = files.finish({key: plan.nbytes(key) for key in targets})
     for key, path in targets.items():
         _verify(plan, key, path, pieces[key])

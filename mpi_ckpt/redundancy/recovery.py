@@ -7,23 +7,17 @@ holds the data, the parity and the descriptor of each rank it looks after, whate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from mpi_ckpt.comm.exchange import Combination, Part
-from mpi_ckpt.errors import MissingShard
+from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.redundancy import planner
+from mpi_ckpt.redundancy.coverage import Candidate, alone, beyond, choose, files_of
 from mpi_ckpt.redundancy.descriptor import Descriptor, ParityPiece, parity_name
-from mpi_ckpt.redundancy.groups import surviving_losses
 from mpi_ckpt.redundancy.planner import DATA, PARITY, MemberFile
 from mpi_ckpt.redundancy.survey import Found
-
-_ACTION = "Restore an older step, or this one from the shared or the remote tier."
-
-
-class LostBeyondScheme(MissingShard):
-    """More members of a parity group are lost than its scheme can give back."""
+from mpi_ckpt.storage.records import ShardRecord
 
 
 class FileKey(NamedTuple):
@@ -57,13 +51,15 @@ def speakers(places: Sequence[Place]) -> frozenset[int]:
 class Report:
     """What was done, by file name. `weak`: groups (their ranks) that survive fewer losses than the scheme promises.
 
-    That happens when members of a group now run in one failure domain; `protect` forms new groups.
+    That happens when members of a group now run in one failure domain; or to `bare` ranks, whose redundancy is lost
+    with all that tells of it. `protect` forms new groups.
     """
 
     moved: tuple[str, ...] = ()
     rebuilt: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
     weak: tuple[tuple[int, ...], ...] = ()
+    bare: tuple[int, ...] = ()
 
 
 @dataclass
@@ -89,21 +85,34 @@ class Recovery:
         return max(part.offset + part.nbytes for part in _parts(group, key.member, PARITY))
 
 
-def plan_recovery(votes: Sequence[Vote], save_id: str) -> Recovery:
-    """From every rank's vote, in rank order. Raises LostBeyondScheme, naming group and members."""
+def plan_recovery(votes: Sequence[Vote], save_id: str, records: Sequence[ShardRecord]) -> Recovery:
+    """From every rank's vote, in rank order, and the save's shards by rank. Raises LostBeyondScheme, naming members.
+
+    Data that lie somewhere need no descriptor. Ranks that no group protects any more are groups of their own in the
+    plan, the last ones, and `bare` in its report.
+    """
+    lying = _Lying(votes)
+    candidates = _candidates(votes, lying)
+    readers = {r.rank: lying.reader(r.path, r.nbytes, r.rank) for r in records}
+    needy = {r.rank for r in records if r.nbytes and readers[r.rank] is None}
+    chosen = sorted(choose(candidates, needy), key=lambda candidate: min(candidate.group.ranks))
+    bare = sorted(readers.keys() - {rank for candidate in chosen for rank in candidate.group.ranks})
+    if lost := [rank for rank in bare if rank in needy]:
+        raise beyond(lost, candidates, records)
+    chosen += [alone(records[rank], readers[rank], save_id, len(records)) for rank in bare]
+    return _plan(chosen, tuple(bare), votes)
+
+
+def _plan(chosen: Sequence[Candidate], bare: tuple[int, ...], votes: Sequence[Vote]) -> Recovery:
     size = len(votes)
-    known = _groups(votes, save_id)
-    plan = Recovery([_in_present_domains(group, votes) for group in known])
+    plan = Recovery([_in_present_domains(candidate.group, votes) for candidate in chosen])
     moved: list[str] = []
     rebuilt: list[str] = []
     encoded: list[str] = []
-    for index, group in enumerate(known):
-        readers = _readers(plan, index, group, votes)
-        found = planner.rebuild(group.scheme, group.sizes, readers.keys())
-        if found.lost:
-            raise _lost(group, found.lost, readers)
-        plan.combinations += [_placed(index, c, readers, group.ranks, size) for c in found.combinations]
-        for file in _files(group):
+    for index, (group, readers, parity, way) in enumerate((c.group, c.readers, c.parity, c.way) for c in chosen):
+        plan.combinations += [_placed(index, c, readers, group.ranks, size) for c in way.combinations]
+        plan.parity |= {FileKey(index, member, PARITY): pieces for member, pieces in parity.items()}
+        for file in files_of(group):
             key, host = FileKey(index, *file), group.ranks[file.member] % size
             data = group.members[file.member].file
             plan.names[key] = data if file.kind == DATA else parity_name(data)
@@ -113,42 +122,63 @@ def plan_recovery(votes: Sequence[Vote], save_id: str) -> Recovery:
             if file in readers:
                 plan.combinations += _move(key, _parts(group, *file), readers[file], host)
             (moved if file in readers else rebuilt if file.kind == DATA else encoded).append(plan.names[key])
-    weak = [g.ranks for g in plan.groups if surviving_losses(g.scheme, _domains(g)) < g.scheme.tolerance]
-    plan.report = Report(tuple(moved), tuple(rebuilt), tuple(encoded), tuple(weak))
+    weak = [g.ranks for g in plan.groups if g.tolerance < g.scheme.tolerance or g.ranks[0] in bare]
+    plan.report = Report(tuple(moved), tuple(rebuilt), tuple(encoded), tuple(weak), bare)
     return plan
 
 
-def _groups(votes: Sequence[Vote], save_id: str) -> list[Descriptor]:
-    """One descriptor of each group. Raises LostBeyondScheme where a rank of the save is in none that is known."""
-    seen: dict[tuple[str, tuple[int, ...]], list[Descriptor]] = {}
+class _Lying:
+    """Who reads a file that lies somewhere, of the right size and not known to be damaged."""
+
+    def __init__(self, votes: Sequence[Vote]) -> None:
+        self._ranks: dict[Place, list[int]] = {}
+        for rank, vote in enumerate(votes):
+            self._ranks.setdefault(vote.place, []).append(rank)
+        damaged = {(vote.place, name) for vote in votes for name in vote.found.damaged}
+        self._places: dict[tuple[str, int], list[Place]] = {}
+        for place, found in votes:
+            for file in found.files.items():
+                if (place, file[0]) not in damaged:
+                    self._places.setdefault(file, []).append(place)
+        self._size = len(votes)
+
+    def reader(self, name: str, nbytes: int, rank: int, only: Place | None = None) -> int | None:
+        """The host of `rank`, if the file lies on its node; else one who sees it; None if nobody does.
+
+        Files at `only`, if it is given, are looked at alone.
+        """
+        places = [place for place in self._places.get((name, nbytes), ()) if only in (None, place)]
+        if any(rank % self._size in self._ranks[place] for place in places):
+            return rank % self._size
+        there = self._ranks[places[0]] if places else []
+        return there[rank % len(there)] if there else None
+
+
+def _candidates(votes: Sequence[Vote], lying: _Lying) -> list[Candidate]:
+    """All groups of the save, those first of which more descriptors are left."""
+    seen: dict[tuple[str, tuple[int, ...]], list[tuple[Place, Descriptor]]] = {}
     for vote in votes:
         for found in vote.found.descriptors:
-            seen.setdefault(found.group, []).append(found)
-    chosen: list[Descriptor] = []
-    covered: set[int] = set()
-    # A launch that died while it formed new groups left descriptors of both: those of which more are left win.
-    for (_, ranks), alike in sorted(seen.items(), key=lambda item: (-len(item[1]), item[0])):
-        if covered.isdisjoint(ranks):
-            chosen.append(alike[0])
-            covered |= {*ranks}
-    if not chosen:
-        raise LostBeyondScheme(
-            "no node holds anything of this save",
-            found=f"no redundancy descriptor of save {save_id}",
-            expected="that of at least one member of each parity group",
-            action=_ACTION,
-        )
-    missing = sorted({*range(chosen[0].world_size)} - covered)
-    if missing:
-        raise LostBeyondScheme(
-            f"more is lost than {chosen[0].scheme} gives back: all members of the parity groups of ranks "
-            + _list(missing),
-            rank=missing[0],
-            found=f"the redundancy descriptors of the groups of ranks {_list(sorted(covered))}",
-            expected="that of at least one member of each parity group",
-            action=_ACTION,
-        )
-    return sorted(chosen, key=lambda group: min(group.ranks))
+            seen.setdefault(found.group, []).append((vote.place, found))
+    ordered = sorted(seen.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [_candidate(alike, lying, len(votes)) for _, alike in ordered]
+
+
+def _candidate(alike: Sequence[tuple[Place, Descriptor]], lying: _Lying, size: int) -> Candidate:
+    """From the descriptors of one group. A parity file is one only where its descriptor lies beside it."""
+    group, readers, parity = alike[0][1], {}, {}
+    for place, member in enumerate(group.members):
+        reader = lying.reader(member.file, member.nbytes, member.rank)
+        if reader is not None:
+            readers[MemberFile(place, DATA)] = reader
+    for here, found in alike:
+        file, rank = MemberFile(found.member, PARITY), found.mine.rank
+        reader = lying.reader(parity_name(found.mine.file), found.parity_nbytes, rank, here) if found.parity else None
+        if reader is not None and (file not in readers or reader == rank % size):
+            readers[file] = reader
+        if found.parity:
+            parity[found.member] = found.parity
+    return Candidate.of(group, readers, parity)
 
 
 def _in_present_domains(group: Descriptor, votes: Sequence[Vote]) -> Descriptor:
@@ -156,46 +186,10 @@ def _in_present_domains(group: Descriptor, votes: Sequence[Vote]) -> Descriptor:
     return replace(group, members=members, parity=())
 
 
-def _domains(group: Descriptor) -> list[str]:
-    return [member.domain for member in group.members]
-
-
-def _files(group: Descriptor) -> Iterator[MemberFile]:
-    for member in range(len(group.members)):
-        yield MemberFile(member, DATA)
-        if _parts(group, member, PARITY):
-            yield MemberFile(member, PARITY)
-
-
 def _parts(group: Descriptor, member: int, kind: str) -> list[Part]:
     if kind == DATA:
         return [Part(member, MemberFile(member, DATA), 0, group.members[member].nbytes)]
     return planner.parity_parts(group.scheme, group.sizes, member)
-
-
-def _readers(plan: Recovery, index: int, group: Descriptor, votes: Sequence[Vote]) -> dict[MemberFile, int]:
-    """Who reads which of a group's files that are there: the host, if they lie on its node; else one who sees them."""
-    ranks: dict[Place, list[int]] = {}
-    for rank, vote in enumerate(votes):
-        ranks.setdefault(vote.place, []).append(rank)
-    damaged = {(vote.place, name) for vote in votes for name in vote.found.damaged}
-    readers: dict[MemberFile, int] = {}
-
-    def look(vote: Vote, file: MemberFile, name: str, nbytes: int) -> None:
-        if vote.found.files.get(name) != nbytes or (vote.place, name) in damaged:
-            return
-        host, there = group.ranks[file.member] % len(votes), ranks[vote.place]
-        if host in there or file not in readers:
-            readers[file] = host if host in there else there[file.member % len(there)]
-
-    for vote in votes:
-        for place, member in enumerate(group.members):
-            look(vote, MemberFile(place, DATA), member.file, member.nbytes)
-        for found in vote.found.descriptors:
-            if found.group == group.group and found.parity:
-                look(vote, MemberFile(found.member, PARITY), parity_name(found.mine.file), found.parity_nbytes)
-                plan.parity[FileKey(index, found.member, PARITY)] = found.parity
-    return readers
 
 
 def _placed(
@@ -217,21 +211,3 @@ def _placed(
 def _move(key: FileKey, parts: Sequence[Part], reader: int, host: int) -> list[Combination]:
     here, there = ([replace(part, rank=rank, file=key) for part in parts] for rank in (reader, host))
     return [Combination((a,), (b,), ((1,),)) for a, b in zip(here, there, strict=True)]
-
-
-def _lost(group: Descriptor, lost: Sequence[int], readers: dict[MemberFile, int]) -> LostBeyondScheme:
-    gone = [group.members[place] for place in lost]
-    files = sum(file not in readers for file in _files(group))
-    return LostBeyondScheme(
-        f"more is lost than {group.scheme} gives back: in the parity group of ranks {_list(group.ranks)} the files of "
-        + ", ".join(f"rank {member.rank} (domain {member.domain})" for member in gone),
-        path=gone[0].file,
-        rank=gone[0].rank,
-        found=f"{files} files of the group missing or damaged, data and parity",
-        expected=f"the loss of at most {group.scheme.tolerance} of its {len(group.ranks)} members",
-        action=_ACTION,
-    )
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mpi_ckpt.errors import CheckpointError
+from mpi_ckpt.errors import UnusableOption
 
 XOR_SIZE = 8  # members of an xor group, where there are so many: SCR's default set size
 MAX_RS = 128  # k + m: groups grow to less than twice that, and GF(2^8) has 256 elements to tell pieces apart
@@ -33,7 +33,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """From "single", "partner", "xor" or "rs:k+m" (rs:4+2). Raises CheckpointError for anything else."""
+        """From "single", "partner", "xor" or "rs:k+m" (rs:4+2). Raises UnusableOption for anything else."""
         if text == "single":
             return cls("single", 1, 0)
         if text == "partner":
@@ -43,7 +43,7 @@ class Scheme:
         match = _RS.fullmatch(text)
         k, m = (int(match[1]), int(match[2])) if match else (0, 0)
         if not match or k + m > MAX_RS:
-            raise CheckpointError(
+            raise UnusableOption(
                 "no such scheme of redundancy",
                 found=repr(text),
                 expected=f"one of {', '.join(KINDS)}, with k + m of at most {MAX_RS}",

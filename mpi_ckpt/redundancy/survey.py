@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.redundancy.descriptor import DESCRIPTOR_SUFFIX, Descriptor, parity_name, read_descriptor
 from mpi_ckpt.redundancy.files import parity_is_intact
+from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.shard_check import hash_file
 
 logger = logging.getLogger(__name__)
@@ -26,43 +28,53 @@ class Found:
     damaged: frozenset[str] = frozenset()
 
 
-def survey(directory: Path, save_id: str, *, verify: Container[int] = ()) -> Found:
+def survey(directory: Path, save_id: str, records: Sequence[ShardRecord] = (), *, verify: Container[int] = ()) -> Found:
     """**Local.** Look at `directory`, which need not exist; the files of the ranks in `verify` are read and digested.
 
-    Files of another size than their record, or of other bytes where that was looked at, count as lost: redundancy
-    gives them back. So does a descriptor that cannot be read (logged). Raises OSError where the directory is there and
-    cannot be listed.
+    Data are compared with the save's `records`, whatever lies beside them: what has a shard's name and size may be of
+    another save, where a node was away for a while. Parity is compared with its descriptor. Files of another size than
+    their record, or of other bytes where that was looked at, count as lost: redundancy gives them back. So does a
+    descriptor that cannot be read (logged). Raises OSError where the directory is there and cannot be listed.
     """
     try:
         with os.scandir(directory) as entries:
             files = {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
     except FileNotFoundError:
         return Found()
-    descriptors = []
+    directory, descriptors = Path(directory), []
     for name in sorted(files):
         if name.endswith(DESCRIPTOR_SUFFIX):
-            with _noting(Path(directory, name)):
-                descriptors.append(read_descriptor(Path(directory, name)))
-    mine = tuple(found for found in descriptors if found.save_id == save_id)
-    damaged = {name for found in mine if found.mine.rank in verify for name in _damaged(Path(directory), found, files)}
-    return Found(mine, files, frozenset(damaged))
-
-
-def _damaged(directory: Path, found: Descriptor, files: dict[str, int]) -> list[str]:
-    """Those of a rank's two files whose digest is another one; sizes are compared by whoever uses them."""
-    data, parity, wrong = found.mine.file, parity_name(found.mine.file), []
-    for name, intact in (
-        (data, lambda: hash_file(directory / data)[0] == found.mine.sha256),
-        (parity, lambda: parity_is_intact(directory / parity, found.parity)),
-    ):
-        if name in files:
-            fine = False
             with _noting(directory / name):
-                fine = intact()
-            if not fine:
-                logger.warning("damaged, counts as lost: %s", directory / name)
-                wrong.append(name)
-    return wrong
+                descriptors.append(read_descriptor(directory / name))
+    mine = tuple(found for found in descriptors if found.save_id == save_id)
+    checks = _checks(directory, [r for r in records if r.rank in verify], [d for d in mine if d.mine.rank in verify])
+    damaged = frozenset(name for name, check in checks.items() if name in files and _fails(directory / name, check))
+    return Found(mine, files, damaged)
+
+
+def _checks(
+    directory: Path, records: Sequence[ShardRecord], descriptors: Sequence[Descriptor]
+) -> dict[str, Callable[[], bool]]:
+    """By name, whether a file's bytes are the right ones; sizes are compared by whoever uses them."""
+    checks: dict[str, Callable[[], bool]] = {}
+    for record in records:
+        checks[record.path] = functools.partial(_has_digest, directory / record.path, record.sha256)
+    for found in descriptors:
+        name = parity_name(found.mine.file)
+        checks[name] = functools.partial(parity_is_intact, directory / name, found.parity)
+    return checks
+
+
+def _has_digest(path: Path, sha256: str) -> bool:
+    return hash_file(path)[0] == sha256
+
+
+def _fails(path: Path, check: Callable[[], bool]) -> bool:
+    with _noting(path):
+        if check():
+            return False
+        logger.warning("damaged, counts as lost: %s", path)
+    return True
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from mpi_ckpt.errors import RemoteFailed, RemoteRefused
 
 _PART = 5 << 20  # bytes: the least that S3 takes for a part that is not the last
 _MOST_PARTS = 10_000
-_AT_ONCE = 4  # parts on their way: memory is one part more than this
+_AT_ONCE = 2  # parts on their way: memory is one part more than this, and what reads the file ahead
 _PATIENT = {  # with bytes that would have to be sent again
     "max_retries": 7,
     "retry_timeout": timedelta(seconds=60),
@@ -32,7 +32,17 @@ _BRISK = {  # where somebody waits to hear whether the store is there at all
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
 }
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
-_REFUSALS = ("NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Missing", "403 Forbidden")
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_REFUSALS = {  # what an answer has in it: what that means, and what to do
+    "NoSuchBucket": ("the bucket does not exist", "Make it, or look at the URL and AWS_ENDPOINT_URL."),
+    "InvalidAccessKeyId": ("the object store does not know the key", "Look at AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."),
+    "SignatureDoesNotMatch": ("the object store refuses the secret key", "Look at AWS_SECRET_ACCESS_KEY."),
+    "AccessDenied": ("the key may not do this", "Let it list, read, write and delete in the bucket, or take another."),
+    "Missing": ("the object store refuses", "Look at AWS_REGION, AWS_ENDPOINT_URL and the bucket."),
+    "403 Forbidden": ("the object store refuses", f"Look at {', '.join(_KEYS)}, AWS_REGION, AWS_ENDPOINT_URL."),
+}
+# The client misses one of the keys, or asks the cloud whose machine this may be for both.
+_NO_KEYS = ("Missing AccessKey", "Missing SecretAccessKey", "/latest/api/token", "/latest/meta-data/")
 
 
 class S3Objects:
@@ -89,12 +99,16 @@ class S3Objects:
     def read(self, key: str, offset: int, nbytes: int) -> bytes | None:
         """See ObjectStore."""
         if not nbytes:
-            return b""
+            return None if self.size(key) is None else b""
         with self._explained(key):
             try:
                 return bytes(self._client.get_range(self._store, key, start=offset, length=nbytes))
             except FileNotFoundError:
                 return None
+            except self._client.exceptions.BaseError as error:
+                if "416 Range Not Satisfiable" not in str(error):
+                    raise
+                return b""  # it begins behind the end
 
     def size(self, key: str) -> int | None:
         """See ObjectStore."""
@@ -122,17 +136,30 @@ class S3Objects:
         try:
             yield
         except (self._client.exceptions.BaseError, FileNotFoundError) as error:
-            found = _in_a_line(str(error))
-            refused = any(word in found for word in _REFUSALS)
-            raise (RemoteRefused if refused else RemoteFailed)(
-                "the object store refuses" if refused else "the object store does not do what was asked",
-                path=f"{self.url}/{key}" if key else self.url,
-                found=found,
-                expected="success",
-                action="Look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and the bucket."
-                if refused
-                else "See whether the endpoint (AWS_ENDPOINT_URL) answers from this node.",
-            ) from None  # its text holds more than may be logged
+            # Not `from error`: its text holds more than may be logged.
+            raise _explain(f"{self.url}/{key}" if key else self.url, _in_a_line(str(error))) from None
+
+
+def _explain(path: str, found: str) -> RemoteFailed:
+    absent = [name for name in _KEYS if not os.environ.get(name)]
+    if absent and any(sign in found for sign in _NO_KEYS):
+        return RemoteRefused(
+            "there are no credentials for the object store",
+            path=path,
+            found=f"no {' and no '.join(absent)} in the environment",
+            expected="both keys there, or a role of this machine that has them",
+            action="Set them, and AWS_ENDPOINT_URL unless the bucket is Amazon's.",
+        )
+    for word, (what, action) in _REFUSALS.items():
+        if word in found:
+            return RemoteRefused(what, path=path, found=found, expected="success", action=action)
+    return RemoteFailed(
+        "the object store does not do what was asked",
+        path=path,
+        found=found,
+        expected="success",
+        action="See whether the endpoint (AWS_ENDPOINT_URL) answers from this node.",
+    )
 
 
 def _client() -> Any:
@@ -144,8 +171,8 @@ def _client() -> Any:
         raise RemoteRefused(
             "a remote tier in S3 needs the package obstore, which is not installed",
             found="no module obstore",
-            expected="the extra `s3`",
-            action="pip install 'mpi_ckpt[s3]'",
+            expected="the package",
+            action="pip install obstore",
         ) from None
     return obstore
 

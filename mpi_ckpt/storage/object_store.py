@@ -64,18 +64,24 @@ class ObjectStore(Protocol):
 @functools.lru_cache(maxsize=16)
 def open_store(url: str) -> ObjectStore:
     """**Local.** The store at `url`; nothing is asked of it yet. Raises RemoteRefused for a URL that names none."""
-    scheme, host, path, query, fragment = urlsplit(url)
-    if query or fragment or "@" in host or any(part in (".", "..") for part in path.split("/")):
-        raise _bad_url(url)
-    if scheme == "s3" and host:
+    scheme, host, path = check_url(url)
+    if scheme == "s3":
         from mpi_ckpt.storage.object_s3 import S3Objects  # only here: it needs a package that few have
 
         return S3Objects(host, path.strip("/"))
-    if scheme == "file" and host in ("", "localhost") and path.strip("/"):
-        from mpi_ckpt.storage.object_directory import DirectoryObjects
+    from mpi_ckpt.storage.object_directory import DirectoryObjects
 
-        return DirectoryObjects(Path(unquote(path)))
-    raise _bad_url(url)
+    return DirectoryObjects(Path(unquote(path)))
+
+
+def check_url(url: str) -> tuple[str, str, str]:
+    """**Local.** The parts of a URL that names a store: scheme, host, path. Raises RemoteRefused for any other."""
+    scheme, host, path, query, fragment = urlsplit(url)
+    named = {"s3": bool(host), "file": host in ("", "localhost") and bool(path.strip("/"))}
+    plain = not (query or fragment or "@" in host or any(part in (".", "..") for part in path.split("/")))
+    if not (plain and named.get(scheme)):
+        raise _bad_url(url)
+    return scheme, host, path
 
 
 def _bad_url(url: str) -> RemoteRefused:

@@ -2,6 +2,7 @@
 
     <url>/step_00000010/<save id>/rank00002.h5     put first, by the ranks
     <url>/step_00000010/upload_manifest.json       put last, by one
+    <url>/writer.json                              the launch that uploads here; it has superseded any other
 
 A step is remotely committed if and only if its upload manifest exists. The save id is in the keys of the shards, so a
 step that is saved again never puts bytes under a manifest that is live; and when it goes, its manifest goes first.
@@ -12,14 +13,15 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from mpi_ckpt.errors import InvalidManifest, RemoteFailed
+from mpi_ckpt.errors import InvalidManifest, MissingShard, NoCheckpoint, RemoteFailed, RemoteRefused
 from mpi_ckpt.storage import manifest_json, names
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.places import RemoteStep
 from mpi_ckpt.storage.shard_line import shard_line
 
-_ATTEMPTS = 4  # at a manifest that somebody else changes between a look and a put
+_WRITER = "writer.json"
+_ATTEMPTS = 4  # at an object that somebody else changes between a look and a put
 
 
 @dataclass
@@ -50,6 +52,22 @@ def committed_remotely(store: ObjectStore) -> list[int]:
     return [step for step, listed in list_remote(store).items() if listed.committed]
 
 
+def find_remote(store: ObjectStore, step: int | None) -> list[int]:
+    """**Local.** The remotely committed steps, or `step` alone. Raises NoCheckpoint where it is not, RemoteFailed."""
+    committed = committed_remotely(store)
+    if not committed or (step is not None and step not in committed):
+        raise _nothing(store, step, committed)
+    return committed if step is None else [step]
+
+
+def remote_manifest(store: ObjectStore, step: int) -> ShardManifest:
+    """**Local.** A step's upload manifest. Raises NoCheckpoint, InvalidManifest, RemoteFailed."""
+    manifest = read_upload_manifest(store, step)
+    if manifest is None:
+        raise _nothing(store, step, committed_remotely(store))
+    return manifest
+
+
 def read_upload_manifest(store: ObjectStore, step: int) -> ShardManifest | None:
     """**Local.** What a step consists of; None where it is not remotely committed. InvalidManifest, RemoteFailed."""
     found = store.get(_key(step))
@@ -62,23 +80,74 @@ def remote_step(store: ObjectStore, manifest: ShardManifest) -> RemoteStep:
 
 
 def write_upload_manifest(store: ObjectStore, manifest: ShardManifest) -> None:
-    """**Local.** Commit a step whose shards are all there, and read it back. Raises RemoteFailed.
+    """**Local.** Commit a step whose shards are all there, and read it back. Raises MissingShard, RemoteFailed.
 
     Takes the place of another save's manifest only as it was seen, so that of two writers one is told.
     """
-    key, data = _key(manifest.step), _text(store, manifest).encode()
+    _check_complete(store, manifest)
+    _put_in_place(store, _key(manifest.step), _text(store, manifest).encode(), f"that of save {manifest.save_id}")
+
+
+def _check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
+    listed = list_remote(store, manifest.step).get(manifest.step)
+    place = remote_step(store, manifest)
+    for shard in manifest.shards:
+        file = place / shard.path
+        nbytes = listed.shards.get(file.key) if listed else None
+        if nbytes != shard.nbytes:
+            raise MissingShard(
+                "a shard that was uploaded is not in the store",
+                path=file,
+                rank=shard.rank,
+                found="no object" if nbytes is None else f"{nbytes} bytes",
+                expected=f"{shard.nbytes} bytes",
+                action="See whether something else deletes from there.",
+            )
+
+
+def _put_in_place(store: ObjectStore, key: str, data: bytes, expected: str) -> None:
+    failure: RemoteFailed | None = None
     for _ in range(_ATTEMPTS):
         held = store.get(key)
         if held is not None and held[0] == data:
-            return  # also after a put whose answer was lost
-        store.put(key, data, None if held is None else held[1])
+            return
+        if failure is not None:
+            raise failure
+        try:
+            store.put(key, data, None if held is None else held[1])
+        except RemoteRefused:
+            raise
+        except RemoteFailed as error:  # only the answer may have been lost: look
+            failure = error
     raise RemoteFailed(
-        "the upload manifest is not what was put",
+        "an object is not what was put",
         path=f"{store.url}/{key}",
-        found="another manifest, again and again",
-        expected=f"that of save {manifest.save_id}",
+        found="another one, again and again",
+        expected=expected,
         action="See whether another run uploads to the same URL; give each its own.",
     )
+
+
+def claim(store: ObjectStore, launch_id: str) -> None:
+    """**Local.** From now on it is this launch that uploads here, and none before it. Raises RemoteFailed."""
+    _put_in_place(store, _WRITER, _writer(launch_id), f"that of launch {launch_id}")
+
+
+def check_writer(store: ObjectStore, launch_id: str) -> None:
+    """**Local.** Raise RemoteFailed when another launch has claimed the place."""
+    found = store.get(_WRITER)
+    if found is None or found[0] != _writer(launch_id):
+        raise RemoteFailed(
+            "another launch uploads to the same place",
+            path=f"{store.url}/{_WRITER}",
+            found="no writer" if found is None else " ".join(found[0].decode(errors="replace").split()),
+            expected=f"launch {launch_id}",
+            action="Give each run a URL of its own, and end what else uploads there.",
+        )
+
+
+def _writer(launch_id: str) -> bytes:
+    return manifest_json.canonical({"launch_id": launch_id}).encode()
 
 
 def retire(store: ObjectStore, step: int, listed: Listed) -> None:
@@ -95,6 +164,16 @@ def is_uploaded(store: ObjectStore, manifest: ShardManifest) -> bool:
     except InvalidManifest:  # put another in its place
         return False
     return found is not None and found.save_id == manifest.save_id
+
+
+def _nothing(store: ObjectStore, step: int | None, committed: list[int]) -> NoCheckpoint:
+    return NoCheckpoint(
+        "there is no step in the remote tier" if step is None else f"step {step} is not in the remote tier",
+        path=store.url,
+        found=f"steps {', '.join(map(str, committed[-12:]))}" if committed else "no upload_manifest.json",
+        expected="a step that was uploaded" if step is None else f"step {step}",
+        action="Look with `python -m mpi_ckpt ls --remote URL`.",
+    )
 
 
 def _key(step: int) -> str:

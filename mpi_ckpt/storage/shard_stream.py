@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_ckpt.storage import atomic, direct, names
+from mpi_ckpt.storage import atomic, direct
+from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.places import Place, RemoteFile
 from mpi_ckpt.storage.read_ahead import read_ahead, stretch
 from mpi_ckpt.storage.records import ShardRecord
+from mpi_ckpt.storage.remote_steps import remote_step
 from mpi_ckpt.storage.shard_check import check_structure, differs, opened
 from mpi_ckpt.storage.staging import staging
 
@@ -39,14 +41,16 @@ def stream_shard(place: Place, record: ShardRecord) -> Iterator[np.ndarray]:
             yield piece.data
 
 
-def send_shard(store: ObjectStore, target: RemoteFile, path: Place, record: ShardRecord, advance: Advance) -> int:
+def send_shard(
+    store: ObjectStore, target: RemoteFile, path: Place, record: ShardRecord, advance: Advance, *, again: bool = False
+) -> int:
     """**Local.** Put a shard under its key unless it is there already; the bytes sent.
 
-    A key has its save id in it, and an object arrives whole and checked or not at all: one of the right size is it.
-    `advance` is told of the bytes of each piece before it goes, and may wait or raise. Raises RemoteFailed,
-    MissingShard, CorruptShard.
+    A key has its save id in it, and an object arrives whole and checked or not at all: one of the right size is it,
+    unless its store has damaged it since; then send it `again`. `advance` is told of the bytes of each piece before it
+    goes, and may wait or raise. Raises RemoteFailed, MissingShard, CorruptShard.
     """
-    if store.size(target.key) == record.nbytes:
+    if not again and store.size(target.key) == record.nbytes:
         return 0
 
     def pieces() -> Iterator[np.ndarray]:
@@ -59,24 +63,33 @@ def send_shard(store: ObjectStore, target: RemoteFile, path: Place, record: Shar
     return record.nbytes
 
 
+def send_shards(
+    store: ObjectStore, directory: Path, manifest: ShardManifest, mine: slice, advance: Advance, *, again: bool = False
+) -> int:
+    """**Local.** The same for those of the save's shards in `directory` that are `mine`; the bytes sent in all."""
+    place = remote_step(store, manifest)
+    return sum(
+        send_shard(store, place / shard.path, directory / shard.path, shard, advance, again=again)
+        for shard in manifest.shards[mine]
+    )
+
+
 def fetch_shard(place: Place, record: ShardRecord, path: Path, advance: Advance) -> None:
-    """**Local.** A shard into the file `path`, durable once this returns.
+    """**Local.** A shard into the file `path`, durable once this returns; a file that is there is a leftover, and goes.
 
     Raises MissingShard, CorruptShard, RemoteFailed; OSError from the disk. No file is left then.
     """
-    temporary = names.tmp(path)
-    atomic.remove(temporary, missing_ok=True)
+    atomic.remove(path, missing_ok=True)
     offset = 0
     try:
-        with direct.opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=True) as fd:
+        with direct.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=True) as fd:
             for piece in stream_shard(place, record):
                 direct.write_all(fd, piece, offset)
                 offset += piece.size
                 advance(piece.size)
-            atomic.fsync_file(fd, temporary)
-        atomic.publish(temporary, path)
+            atomic.fsync_file(fd, path)
     except BaseException:
-        atomic.remove(temporary, missing_ok=True)
+        atomic.remove(path, missing_ok=True)
         raise
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import CheckpointError, LayoutMismatch, UnsupportedState
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import IndexRecord, ShardManifest, flat_arrays, read_manifest
 from mpi_ckpt.storage.records import ITEMSIZE
 from mpi_ckpt.tools import safetensors_format as st
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, reading
+from mpi_ckpt.tools.locate import find_whole, reading
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.source import ArraySource, Windows
 from mpi_ckpt.tools.writing import check_room
@@ -208,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Export; the exit status."""
-    directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
+    directory = find_whole(arguments.run_dir, arguments.step)
     manifest = read_manifest(directory)
     nbytes = parameter_bytes(manifest, _flat_key(directory, manifest, arguments.array))
     with reading(directory), progress("export", nbytes) as advance:

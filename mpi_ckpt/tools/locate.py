@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, NoCheckpoint
+from mpi_ckpt.redundancy.descriptor import DESCRIPTOR_SUFFIX
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
 
@@ -18,15 +19,30 @@ def checkpoints_root(place: Path) -> Path:
     Raises NoCheckpoint when it is neither.
     """
     for root in (place / "checkpoints", place):
-        if names.list_steps(root) or names.list_uncommitted(root):
+        if _has_steps(root):
             return root
-    raise NoCheckpoint(
+    error = NoCheckpoint(
         "there are no checkpoints here",
         path=place,
         found="no step_NNNNNNNN directory in it, nor in a `checkpoints` directory below it",
         expected="a run's directory, or the directory of its checkpoints",
         action="Name the --run-dir of the training command, or the root given to Checkpointer.",
     )
+    raise naming_runs(error, [place])
+
+
+def naming_runs(error: NoCheckpoint, places: Sequence[Path]) -> NoCheckpoint:
+    """**Local.** The same error; with the runs that lie right below the places, if any: one of them was meant."""
+    inside = (path for place in places if place.is_dir() for path in sorted(place.iterdir()))
+    runs = [path for path in inside if any(map(_has_steps, (path / "checkpoints", path)))]
+    if runs:
+        error.found = "runs: " + ", ".join(sorted({run.name for run in runs}))
+        error.action = f"Name {runs[0]}{' and its like' if len(places) > 1 else ''}."
+    return error
+
+
+def _has_steps(root: Path) -> bool:
+    return root.is_dir() and bool(names.list_steps(root) or names.list_uncommitted(root))
 
 
 def new_root(place: Path) -> Path:
@@ -34,19 +50,54 @@ def new_root(place: Path) -> Path:
     return place / "checkpoints" if (place / "checkpoints").is_dir() else place
 
 
+def find_whole(run_dir: Path, step: int | None) -> Path:
+    """**Local.** The directory of a committed step (None: the newest) that holds all of its shards.
+
+    Raises NoCheckpoint; CheckpointError for a node's own directory, which holds some.
+    """
+    return _check_whole(find_committed(checkpoints_root(run_dir), step))
+
+
 def step_of(text: str) -> Path:
     """**Local.** The committed step that `text` names: a step's directory, RUN_DIR (its newest), or RUN_DIR:STEP.
 
-    Raises NoCheckpoint.
+    Raises what `find_whole` does.
     """
     place = Path(text)
     step = names.parse_step(place.resolve().name)
     if step is not None and place.is_dir():
-        return find_committed(place.resolve().parent, step)
+        return _check_whole(find_committed(place.resolve().parent, step))
     run_dir, colon, number = text.rpartition(":")
     if colon and number.isdecimal() and not place.exists():
-        return find_committed(checkpoints_root(Path(run_dir)), int(number))
-    return find_committed(checkpoints_root(place), None)
+        return find_whole(Path(run_dir), int(number))
+    return find_whole(place, None)
+
+
+def _check_whole(directory: Path) -> Path:
+    if is_of_node(directory):
+        manifest = read_manifest(directory)
+        here = [shard for shard in manifest.shards if (directory / shard.path).exists()]
+        if len(here) < manifest.world_size:
+            raise CheckpointError(
+                "a node's own directory holds a part of the step alone",
+                path=directory,
+                found=f"{len(here)} of {manifest.world_size} shards",
+                expected="a directory with all shards of the step",
+                action="Bring them together with `scavenge --local DIR ... --out RUN_DIR`, and name RUN_DIR.",
+            )
+    return directory
+
+
+def are_of_node(root: Path) -> bool:
+    """**Local.** Whether the steps below `root` lie on a node's own disk."""
+    return any(
+        is_of_node(names.step_dir(root, step)) for step in (*names.list_steps(root), *names.list_uncommitted(root))
+    )
+
+
+def is_of_node(directory: Path) -> bool:
+    """**Local.** Whether a step's directory is on a node's own disk: redundancy is described nowhere else."""
+    return any(path.name.endswith(DESCRIPTOR_SUFFIX) for path in names.own_files(directory))
 
 
 def save_id_of(directory: Path) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpi_ckpt.checkpoint import steps
@@ -11,8 +12,8 @@ from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.object_store import ObjectStore
-from mpi_ckpt.storage.remote_steps import Listed, list_remote, read_upload_manifest
-from mpi_ckpt.tools import remote, status, text
+from mpi_ckpt.storage.remote_steps import Listed, find_remote, list_remote, read_upload_manifest
+from mpi_ckpt.tools import nodes, remote, status, text
 from mpi_ckpt.tools.locate import checkpoints_root, size_of_files
 
 HELP = "list the steps of a run: ranks, bytes, age, state"
@@ -24,15 +25,21 @@ DESCRIPTION = """List the steps below RUN_DIR, oldest first. The states:
   unreadable   has a manifest that is not valid: `verify` says why
   uncommitted  files of a save that is under way, or was cut short; the next writer removes them
 
-With --remote, the steps of a remote tier: `uncommitted` are the shards of an upload that has not ended.
+With --remote, the steps of a remote tier: `uncommitted` are the shards of an upload that has not ended. Of nodes' own
+directories (--local, or one in the place of RUN_DIR) `ranks` says of how many ranks a shard lies there: a manifest on
+any node commits the step for all.
 
 No file but the manifests is read: `verify` does that."""
 EXAMPLE = "python -m mpi_ckpt ls runs/demo"
+_STATES = ("pinned", "committed", "unreadable", "set aside", "uncommitted")  # of several nodes the first one counts
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One step. `ranks` and `created` are None where no readable manifest says them; `nbytes` are then of the files."""
+    """One step. `ranks` and `created` are None where no readable manifest says them; `nbytes` are then of the files.
+
+    On nodes `nbytes` are of the files in any case, redundancy among them, and `here` is the number of shards.
+    """
 
     step: int
     state: str
@@ -40,6 +47,7 @@ class Entry:
     nbytes: int
     created: str | None
     directory: str
+    here: int | None = None
 
 
 def list_steps(root: Path) -> list[Entry]:
@@ -47,6 +55,12 @@ def list_steps(root: Path) -> list[Entry]:
     found = sorted([*names.list_steps(root), *names.list_uncommitted(root)])
     entries = [_entry(names.step_dir(root, step), step) for step in found]
     return [entry for entry in entries if Path(entry.directory).is_dir()]  # not those pruned meanwhile
+
+
+def list_on_nodes(local: Sequence[Path]) -> list[Entry]:
+    """**Local.** Every step of which something lies in the nodes' directories, in ascending order."""
+    found = ((step, [names.step_dir(node, step) for node in local]) for step in nodes.all_steps(local))
+    return [_on_nodes(step, [directory for directory in each if directory.is_dir()]) for step, each in found]
 
 
 def list_remote_steps(store: ObjectStore) -> list[Entry]:
@@ -66,18 +80,24 @@ def run(arguments: argparse.Namespace) -> int:
         store = remote.opened(arguments.remote)
         entries = list_remote_steps(store)
         if not entries:
-            remote.find_remote(store, None)  # raises: there is nothing
+            find_remote(store, None)  # raises: there is nothing
+    elif local := nodes.named(arguments):
+        entries = list_on_nodes(local)
+        if not entries:
+            raise nodes.no_step(local, None, ())
     else:
         entries = list_steps(checkpoints_root(arguments.run_dir))
     if arguments.json:
         text.print_json([asdict(entry) for entry in entries])
         return status.WELL
-    rows = [
-        (str(e.step), "?" if e.ranks is None else str(e.ranks), text.size(e.nbytes), text.age(e.created or ""), e.state)
-        for e in entries
-    ]
+    rows = [(str(e.step), _ranks(e), text.size(e.nbytes), text.age(e.created or ""), e.state) for e in entries]
     print(text.table(("step", "ranks", "bytes", "age", "state"), rows, left=("state",)))
     return status.WELL
+
+
+def _ranks(entry: Entry) -> str:
+    ranks = "?" if entry.ranks is None else str(entry.ranks)
+    return ranks if entry.here is None else f"{entry.here} of {ranks}"
 
 
 def _entry(directory: Path, step: int) -> Entry:
@@ -96,6 +116,15 @@ def _entry(directory: Path, step: int) -> Entry:
         state = "pinned"
     nbytes = sum(shard.nbytes for shard in manifest.shards)
     return Entry(step, state, manifest.world_size, nbytes, manifest.created, str(directory))
+
+
+def _on_nodes(step: int, directories: list[Path]) -> Entry:
+    """What the nodes' directories of a step hold together."""
+    entries = [_entry(directory, step) for directory in directories]
+    best = min(entries, key=lambda entry: _STATES.index(entry.state))
+    nbytes = sum(map(size_of_files, directories))
+    shards = (names.parse_shard(path.name) for directory in directories for path in names.own_files(directory))
+    return replace(best, nbytes=nbytes, here=len({shard[0] for shard in shards if shard is not None}))
 
 
 def _remote_entry(store: ObjectStore, step: int, listed: Listed) -> Entry:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
-import mmap
+import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from mpi_ckpt.checkpoint.local_tier import Copy, Holdings, agreed
-from mpi_ckpt.comm.exchange import Combination
-from mpi_ckpt.errors import CorruptShard, InvalidManifest, NoCheckpoint
-from mpi_ckpt.redundancy.descriptor import ParityPiece
+from mpi_ckpt.checkpoint.local_holdings import Copy
+from mpi_ckpt.comm.combination import Combination, Part
+from mpi_ckpt.comm.exchange import exchange
+from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, NoCheckpoint
+from mpi_ckpt.redundancy.coverage import LostBeyondScheme
+from mpi_ckpt.redundancy.descriptor import ParityPiece, parity_name
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA
 from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Vote, plan_recovery
@@ -21,15 +26,27 @@ from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.shard_check import hash_file
+from mpi_ckpt.tools.locate import are_of_node, checkpoints_root, naming_runs
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20  # bytes of each file at a time
+
+def add_local(parser: argparse._ActionsContainer) -> None:
+    """The option --local."""
+    parser.add_argument("--local", metavar="DIR", type=Path, nargs="+", help="the directory `local` of nodes")
+
+
+def named(arguments: argparse.Namespace) -> list[Path]:
+    """**Local.** The nodes' directories: those of --local, or a RUN_DIR that turns out to be one; [] for any other."""
+    if arguments.local:
+        return list(arguments.local)
+    root = checkpoints_root(arguments.run_dir)
+    return [root] if are_of_node(root) else []
 
 
 @dataclass
 class Sight:
-    """A step as all `nodes` together hold it: its latest manifest, each intact file by name, and the plan of repair.
+    """A save of a step as all nodes together hold it: its manifest, each intact file by name, and the plan of repair.
 
     `found[i]` is what lies in the i-th node's directory of the step.
     """
@@ -39,66 +56,142 @@ class Sight:
     found: list[Found]
     where: dict[str, Path] = field(default_factory=dict)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every shard lies somewhere, with or without redundancy."""
-        return all(record.path in self.where for record in self.manifest.shards)
-
     def plan(self) -> Recovery:
-        """What has to be made again, redundancy too unless there is none at all. Raises LostBeyondScheme."""
-        if self.is_whole and not any(found.descriptors for found in self.found):
-            return Recovery([])
+        """What has to be made again, redundancy too where any is left. Raises LostBeyondScheme.
+
+        Its groups are those that are protected: ranks that have lost all redundancy are `bare` in its report.
+        """
         descriptors = {(d.group, d.member): d for found in self.found for d in found.descriptors}
         files = {name: path.stat().st_size for name, path in self.where.items()}
-        return plan_recovery([Vote(Place("", ""), Found(tuple(descriptors.values()), files))], self.manifest.save_id)
+        vote = Vote(Place("", ""), Found(tuple(descriptors.values()), files))
+        plan = plan_recovery([vote], self.manifest.save_id, self.manifest.shards)
+        return replace(plan, groups=plan.groups[: len(plan.groups) - len(plan.report.bare)])
 
 
-def committed_steps(nodes: Sequence[Path]) -> dict[int, ShardManifest]:
-    """**Local.** The steps that any node has a valid manifest of, ascending, by that of the latest save."""
-    seen: list[dict[int, ShardManifest]] = []
+def committed_steps(nodes: Sequence[Path]) -> dict[int, list[ShardManifest]]:
+    """**Local.** The steps that any node has a valid manifest of, ascending; the saves of each, the latest first."""
+    found = {step: manifests(nodes, step) for step in listed_steps(nodes)}
+    for _, faults in found.values():
+        for fault in faults:
+            logger.warning("a node's copy of a manifest counts for nothing: %s", fault)
+    return {step: by_age(valid) for step, (valid, _) in found.items() if valid}
+
+
+def all_steps(nodes: Sequence[Path]) -> list[int]:
+    """**Local.** The steps that any node has a directory of, ascending."""
+    return sorted({step for node in nodes for step in (*names.list_steps(node), *names.list_uncommitted(node))})
+
+
+def listed_steps(nodes: Sequence[Path]) -> list[int]:
+    """**Local.** The steps that any node has a manifest of, ascending."""
+    return sorted({step for node in nodes for step in names.list_steps(node)})
+
+
+def find_listed(nodes: Sequence[Path], step: int | None) -> list[int]:
+    """**Local.** Those steps, or `step` alone. Raises NoCheckpoint where it is not among them, or none is."""
+    listed = listed_steps(nodes)
+    if not listed or step not in (None, *listed):
+        raise no_step(nodes, step, listed)
+    return listed if step is None else [step]
+
+
+def manifests(nodes: Sequence[Path], step: int) -> tuple[list[ShardManifest], list[CheckpointError]]:
+    """**Local.** The nodes' valid copies of a step's manifest, and what is wrong with the others."""
+    valid: list[ShardManifest] = []
+    faults: list[CheckpointError] = []
     for node in nodes:
-        seen.append({})
-        for step in names.list_steps(node):
-            try:
-                seen[-1][step] = read_manifest(names.step_dir(node, step))
-            except (InvalidManifest, NoCheckpoint) as error:
-                logger.warning("a node's copy of a manifest counts for nothing: %s", error)
-    holdings = [
-        Holdings({step: Copy(m.save_count, m.created, m.save_id) for step, m in each.items()}, frozenset())
-        for each in seen
-    ]
-    return {step: seen[index][step] for step, (_, index) in sorted(agreed([*holdings]).latest.items())}
+        try:
+            valid.append(read_manifest(names.step_dir(node, step)))
+        except NoCheckpoint:
+            continue
+        except InvalidManifest as fault:
+            faults.append(fault)
+    return valid, faults
+
+
+def by_age(copies: Iterable[ShardManifest]) -> list[ShardManifest]:
+    """A manifest of each save among `copies`, the latest first."""
+    saves = {manifest.save_id: manifest for manifest in copies}.values()
+    return sorted(saves, key=lambda m: Copy(m.save_count, m.created, m.save_id), reverse=True)
+
+
+def no_step(nodes: Sequence[Path], step: int | None, committed: Iterable[int]) -> NoCheckpoint:
+    """The error for a step, or any, that no node has a manifest of."""
+    listed = ", ".join(map(str, committed))
+    error = NoCheckpoint(
+        "the nodes hold no committed step" if step is None else f"the nodes do not hold step {step}",
+        path=", ".join(map(str, nodes)),
+        found=f"steps {listed}" if listed else "no manifest",
+        expected="a step with a manifest in at least one of the directories",
+        action="Name the directory that was `local` on each node that can still be seen.",
+    )
+    return error if listed else naming_runs(error, nodes)
 
 
 def look(nodes: Sequence[Path], manifest: ShardManifest) -> Sight:
     """**Local.** Read all that the nodes have of the step, and remember what is intact."""
     directories = [names.step_dir(node, manifest.step) for node in nodes]
-    found = [survey(directory, manifest.save_id, verify=range(manifest.world_size)) for directory in directories]
+    found = [survey(d, manifest.save_id, manifest.shards, verify=range(manifest.world_size)) for d in directories]
     sight = Sight(manifest, directories, found)
     right = {record.path: record.nbytes for record in manifest.shards}
     for directory, here in zip(directories, found, strict=True):
+        described = {parity_name(descriptor.mine.file) for descriptor in here.descriptors}
         for name, nbytes in here.files.items():
-            if name not in here.damaged and right.get(name, nbytes) == nbytes:
+            # A parity file is one of this save only where its descriptor lies beside it.
+            if name not in here.damaged and (right.get(name) == nbytes or name in described):
                 sight.where.setdefault(name, directory / name)
     return sight
+
+
+def best(nodes: Sequence[Path], saves: Sequence[ShardManifest]) -> tuple[Sight, Recovery]:
+    """**Local.** Of several saves of a step, in this order, the first that the nodes can give back, and how.
+
+    A node that was away for a while brings one along that the others have replaced since, or never had. Raises
+    LostBeyondScheme, of the first one, where none can be had.
+    """
+    lost: LostBeyondScheme | None = None
+    for manifest in saves:
+        sight = look(nodes, manifest)
+        try:
+            return sight, sight.plan()
+        except LostBeyondScheme as error:
+            lost = lost or error
+            if len(saves) > 1:
+                logger.warning("step %d: of save %s too little is left: %s", manifest.step, manifest.save_id, error)
+    assert lost is not None, "a step has a save"
+    raise lost
+
+
+def choose(nodes: Sequence[Path], copies: Sequence[ShardManifest]) -> ShardManifest:
+    """**Local.** The manifest that counts among the nodes' valid ones of a step: that of the save which `best` takes,
+    else of the latest. Reads what lies there only where the copies are of several saves."""
+    saves = by_age(copies)
+    with contextlib.suppress(LostBeyondScheme):
+        return saves[0] if len(saves) == 1 else best(nodes, saves)[0].manifest
+    return saves[0]
 
 
 def make_again(
     sight: Sight, plan: Recovery, targets: dict[FileKey, Path], advance: Callable[[int], None]
 ) -> dict[FileKey, tuple[ParityPiece, ...]]:
-    """**Local.** Write the files `targets` from those that are there, durably, under their temporary names.
+    """**Local.** Write the files `targets`, temporary names, from those that are there, durably.
 
     Data are read back and compared with what was saved: raises CorruptShard, OSError.
     """
     if not targets:
         return {}
     sources = {key: sight.where[name] for key, name in plan.names.items() if name in sight.where}
-    temporary = {key: names.tmp(path) for key, path in targets.items()}
-    with Files(sources, temporary) as files:
-        for combination in plan.combinations:
-            _carry_out(_only(combination, targets), files, advance)
+    with Files(sources, targets) as files:
+        port = files.port()
+
+        def write(part: Part, lo: int, buffer: np.ndarray, n: int) -> Future[None]:
+            advance(n)
+            return port.write(part, lo, buffer, n)
+
+        wanted = [_only(combination, targets) for combination in plan.combinations]
+        exchange(None, wanted, replace(port, write=write), timeout=math.inf)
         pieces = files.finish({key: plan.nbytes(key) for key in targets})
-    for key, path in temporary.items():
+    for key, path in targets.items():
         if key.kind == DATA:
             _verify(path, plan.groups[key.group].members[key.member].sha256)
     return pieces
@@ -109,29 +202,6 @@ def _only(combination: Combination, wanted: Iterable[FileKey]) -> Combination:
     chosen = [i for i, part in enumerate(combination.targets) if part.file in wanted]
     targets = tuple(combination.targets[i] for i in chosen)
     return replace(combination, targets=targets, factors=tuple(combination.factors[i] for i in chosen))
-
-
-def _carry_out(combination: Combination, files: Files, advance: Callable[[int], None]) -> None:
-    """`comm.exchange` within one process: all parts are here."""
-    port = files.port()
-    buffers = [np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8) for _ in range(len(combination.sources) + 1)]
-    *inputs, out = buffers
-    for lo in range(0, combination.nbytes, _CHUNK):
-        lengths = [min(max(part.nbytes - lo, 0), _CHUNK) for part in combination.sources]
-        reads = [
-            port.read(part, lo, buffer, n)
-            for part, buffer, n in zip(combination.sources, inputs, lengths, strict=True)
-            if n
-        ]
-        for read in reads:
-            read.result()
-        for part, row in zip(combination.targets, combination.factors, strict=True):
-            n = min(max(part.nbytes - lo, 0), _CHUNK)
-            if n:
-                data = [buffer[: min(length, n)] for buffer, length in zip(inputs, lengths, strict=True)]
-                port.combine(out[:n], row, data)
-                port.write(part, lo, out, n).result()
-                advance(n)
 
 
 def _verify(path: Path, sha256: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mpi_ckpt.errors import CheckpointError
+from mpi_ckpt.errors import CheckpointError, UnusableOption
 from mpi_ckpt.redundancy.groups import form_groups
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.tools import status, text
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print the table; the exit status."""
     ranks, nodes = arguments.ranks, arguments.nodes
     if nodes > ranks:
-        raise CheckpointError(
+        raise UnusableOption(
             "there are more nodes than ranks",
             found=f"--ranks {ranks} --nodes {nodes}",
             expected="at least one rank on every node",

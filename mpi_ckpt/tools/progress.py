@@ -10,8 +10,9 @@ Advance = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Advance]:
-    """Gives a function to call with each number of bytes that is done; any thread may call it."""
+def progress(what: str, total_bytes: int | None) -> Iterator[Advance]:
+    """Gives a function to call with each number of bytes that is done, of a total or of who knows how many; any thread
+    may call it."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return

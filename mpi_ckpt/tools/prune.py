@@ -9,11 +9,13 @@ from pathlib import Path
 
 from mpi_ckpt.checkpoint import retention, steps
 from mpi_ckpt.checkpoint.steps import find_committed
+from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.storage import names
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, size_of_files
+from mpi_ckpt.tools.locate import are_of_node, checkpoints_root, size_of_files
 from mpi_ckpt.tools.progress import progress
-from mpi_ckpt.tools.verify import Verdict, verify
+from mpi_ckpt.tools.verdict import Verdict
+from mpi_ckpt.tools.verify import verify
 from mpi_ckpt.tools.writing import writing
 
 HELP = "delete all but the newest steps"
@@ -70,6 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Prune; the exit status."""
     root = checkpoints_root(arguments.run_dir)
     find_committed(root, None)
+    if are_of_node(root):
+        raise CheckpointError(
+            "prune does not delete from a node's own directory",
+            path=root,
+            found="redundancy between nodes: other nodes hold the rest of the same steps",
+            expected="a directory that holds whole steps",
+            action="The job keeps the newest on all nodes together: --local-keep, `local_keep`.",
+        )
     policy = retention.Policy(keep=arguments.keep, keep_every=arguments.keep_every)
     with contextlib.nullcontext() if arguments.dry_run else writing(root):
         found = plan(root, policy, check=not arguments.no_verify)

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.object_store import ObjectStore
-from mpi_ckpt.storage.remote_steps import remote_step
+from mpi_ckpt.storage.remote_steps import find_remote, remote_manifest, remote_step
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import remote, status, text
 from mpi_ckpt.tools.locate import new_root
@@ -19,8 +19,13 @@ HELP = "download a step from a remote tier"
 DESCRIPTION = """Download the newest step of --remote (or --step) into RUN_DIR, made if need be: every shard, durable
 and compared with its sha256, and the manifest last. A step that is in RUN_DIR already, from the same save, is left as
 it is; from another save, it is an error. The writer's lock is held meanwhile: beside a running job, pull refuses. A
-restore needs no pull: it reads from the remote tier by itself."""
+restore needs no pull: it reads from the remote tier by itself.
+
+A run of the trainer has left its run.json in the remote tier: the step goes into RUN_DIR/checkpoints then, and run.json
+comes along if it is not in RUN_DIR, so that the trainer goes on from there. From any other program the step goes into
+RUN_DIR itself, unless that has a directory `checkpoints`."""
 EXAMPLE = "python -m mpi_ckpt pull runs/demo --remote s3://bucket/demo --step 20"
+_RUN_FILE = "run.json"  # what a run of the trainer is
 
 
 def pull(store: ObjectStore, step: int, root: Path, advance: Advance = lambda nbytes: None) -> ShardManifest | None:
@@ -29,21 +34,22 @@ def pull(store: ObjectStore, step: int, root: Path, advance: Advance = lambda nb
     Raises NoCheckpoint, StepExists, DirectoryInUse, MissingShard, CorruptShard, InvalidManifest, RemoteFailed,
     SaveFailed for want of room, OSError; no file of the step is left then.
     """
-    manifest = remote.manifest_of(store, step)
+    manifest = remote_manifest(store, step)
     directory, place = names.step_dir(root, step), remote_step(store, manifest)
     atomic.make_dir(root)
     with writing(root) as launch_id:
         if is_there(directory, manifest):
             return None
-        with committing(root, launch_id, manifest):
+        with committing(root, launch_id, step, sum(shard.nbytes for shard in manifest.shards)) as draft:
             for shard in manifest.shards:
-                fetch_shard(place / shard.path, shard, directory / shard.path, advance)
+                fetch_shard(place / shard.path, shard, draft.temporary(shard.path), advance)
+            draft.commit(manifest)
     return manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the verb."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's directory, or that of its checkpoints")
+    text.add_run_dir(parser)
     remote.add_remote(parser)
     parser.add_argument("--step", metavar="STEP", type=text.natural, help="a remote step (default: the newest)")
     text.add_json(parser)
@@ -52,14 +58,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Pull; the exit status."""
     store = remote.opened(arguments.remote)
-    step = remote.find_remote(store, arguments.step)[-1]
-    root = new_root(arguments.run_dir)
-    total = sum(shard.nbytes for shard in remote.manifest_of(store, step).shards)
+    step = find_remote(store, arguments.step)[-1]
+    run_file = _run_file(store, arguments.run_dir)
+    root = new_root(arguments.run_dir) if run_file is None else arguments.run_dir / "checkpoints"
+    total = sum(shard.nbytes for shard in remote_manifest(store, step).shards)
     with progress("pull", total) as advance:
         pulled = pull(store, step, root, advance)
+    fetched = run_file is not None and not (arguments.run_dir / _RUN_FILE).exists()
+    if run_file is not None and fetched:
+        atomic.write_file(arguments.run_dir / _RUN_FILE, run_file)
     directory = names.step_dir(root, step)
     if arguments.json:
         text.print_json({"step": step, "directory": str(directory), "fetched_nbytes": total if pulled else 0})
     else:
-        print(f"step {step} is in {directory}; {text.size(total) if pulled else 'nothing'} fetched")
+        what = text.size(total) if pulled else "nothing"
+        print(f"step {step} is in {directory}; {what}{f' and {_RUN_FILE}' * fetched} fetched")
     return status.WELL
+
+
+def _run_file(store: ObjectStore, run_dir: Path) -> bytes | None:
+    """**Local.** The trainer's own file in the store, unless `run_dir` is a checkpoints' own directory already."""
+    if run_dir.name == "checkpoints" or names.list_steps(run_dir) or names.list_uncommitted(run_dir):
+        return None
+    found = store.get(_RUN_FILE)
+    return None if found is None else found[0]

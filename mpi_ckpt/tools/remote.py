@@ -1,28 +1,28 @@
-"""What the verbs that know a remote tier share: the flag, the step that is meant, and a way around its absence."""
+"""What the verbs that know a remote tier share: the flag, and the store that it names."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from mpi_ckpt.errors import NoCheckpoint
-from mpi_ckpt.storage.manifest import ShardManifest
-from mpi_ckpt.storage.object_store import ObjectStore, open_store
-from mpi_ckpt.storage.remote_steps import committed_remotely, read_upload_manifest
+from mpi_ckpt.errors import RemoteRefused
+from mpi_ckpt.storage.object_store import ObjectStore, check_url, open_store
+from mpi_ckpt.tools.nodes import add_local
 
 
 def add_remote(parser: argparse.ArgumentParser) -> None:
     """The required option --remote."""
-    parser.add_argument("--remote", metavar="URL", required=True, help=_HELP)
+    parser.add_argument("--remote", metavar="URL", type=_url, required=True, help=_HELP)
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR or, in its place, --remote."""
+    """RUN_DIR or, in its place, --local or --remote."""
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument(
         "run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run's directory, or that of its checkpoints"
     )
-    either.add_argument("--remote", metavar="URL", help=_HELP)
+    add_local(either)
+    either.add_argument("--remote", metavar="URL", type=_url, help=_HELP)
 
 
 def opened(url: str) -> ObjectStore:
@@ -32,30 +32,12 @@ def opened(url: str) -> ObjectStore:
     return store
 
 
-def find_remote(store: ObjectStore, step: int | None) -> list[int]:
-    """**Local.** The remotely committed steps, or `step` alone. Raises NoCheckpoint where there is none."""
-    committed = committed_remotely(store)
-    if not committed or (step is not None and step not in committed):
-        raise _nothing(store, step, committed)
-    return committed if step is None else [step]
-
-
-def manifest_of(store: ObjectStore, step: int) -> ShardManifest:
-    """**Local.** A step's upload manifest. Raises NoCheckpoint, InvalidManifest, RemoteFailed."""
-    manifest = read_upload_manifest(store, step)
-    if manifest is None:
-        raise _nothing(store, step, committed_remotely(store))
-    return manifest
-
-
-def _nothing(store: ObjectStore, step: int | None, committed: list[int]) -> NoCheckpoint:
-    return NoCheckpoint(
-        "there is no step in the remote tier" if step is None else f"step {step} is not in the remote tier",
-        path=store.url,
-        found=f"steps {', '.join(map(str, committed[-12:]))}" if committed else "no upload_manifest.json",
-        expected="a step that was uploaded" if step is None else f"step {step}",
-        action="Look with `python -m mpi_ckpt ls --remote URL`.",
-    )
+def _url(text: str) -> str:
+    try:
+        check_url(text)
+    except RemoteRefused as error:
+        raise argparse.ArgumentTypeError(f"found {error.found}, expected {error.expected}") from None
+    return text
 
 
 _HELP = "the remote tier: s3://bucket/prefix (credentials and endpoint from AWS_...) or file:///directory"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mpi_ckpt.errors import NoCheckpoint
-from mpi_ckpt.redundancy.descriptor import write_descriptor
+from mpi_ckpt.redundancy.coverage import LostBeyondScheme
+from mpi_ckpt.redundancy.descriptor import Descriptor, ParityPiece, descriptor_name, write_descriptor
+from mpi_ckpt.redundancy.groups import surviving_losses
 from mpi_ckpt.redundancy.planner import DATA, PARITY
 from mpi_ckpt.redundancy.recovery import FileKey, Recovery
 from mpi_ckpt.storage import atomic, names
@@ -28,12 +30,16 @@ EXAMPLE = "python -m mpi_ckpt repair /mnt/node1/ckpt /mnt/node2/ckpt /mnt/node3/
 
 @dataclass(frozen=True)
 class Repaired:
-    """What was made again, by path: shards, parity files and descriptors, and manifests."""
+    """What was made again, by path: shards, parity files and descriptors, and manifests.
+
+    `weak`: what another loss would do that it would not have done to the step as it was saved, if anything, in words.
+    """
 
     step: int
     shards: tuple[str, ...]
     redundancy: tuple[str, ...]
     manifests: tuple[str, ...]
+    weak: tuple[str, ...]
 
 
 def repair(local: Sequence[Path], step: int | None = None, advance: Advance = lambda _: None) -> Repaired:
@@ -43,77 +49,111 @@ def repair(local: Sequence[Path], step: int | None = None, advance: Advance = la
     """
     committed = nodes.committed_steps(local)
     if not committed or step not in (None, *committed):
-        raise NoCheckpoint(
-            "the nodes hold no committed step" if step is None else f"the nodes do not hold step {step}",
-            path=", ".join(map(str, local)),
-            found=f"steps {', '.join(map(str, committed))}" if committed else "no manifest",
-            expected="a step with a manifest in at least one of the directories",
-            action="Name the directory that was `local` on each node that can still be seen.",
-        )
-    manifest = committed[max(committed) if step is None else step]
+        raise nodes.no_step(local, step, committed)
     with contextlib.ExitStack() as locks:
         for node in local:
             atomic.make_dir(node)
             locks.enter_context(writing(node))
-        sight = nodes.look(local, manifest)
-        plan = sight.plan()
-        homes = _homes(sight, plan)
-        targets = {key: homes[key.group, key.member] / plan.names[key] for key in plan.targets}
+        saves = committed[max(committed) if step is None else step]
+        sight, plan = nodes.best(local, saves)
+        _check_latest(sight, saves[0])
+        groups = _as_saved(sight, plan)
+        homes = _homes(sight, groups)
+        targets = {key: homes[groups[key.group].ranks[key.member]] / plan.names[key] for key in plan.targets}
         for directory in sight.directories:
             atomic.make_dir(directory)
-        pieces = nodes.make_again(sight, plan, targets, advance)
+        pieces = nodes.make_again(sight, plan, {key: names.tmp(path) for key, path in targets.items()}, advance)
         for path in targets.values():
             atomic.publish(names.tmp(path), path)
-        described = _describe(sight, plan, homes, pieces)
-        written = _write_manifests(sight.directories, manifest)
+        described = _describe(sight, [_with_parity(group, i, plan, pieces) for i, group in enumerate(groups)], homes)
+        written = _write_manifests(sight.directories, sight.manifest)
     shards = tuple(str(path) for key, path in targets.items() if key.kind == DATA)
     parity = tuple(str(path) for key, path in targets.items() if key.kind == PARITY)
-    return Repaired(manifest.step, shards, (*parity, *described), written)
+    weak = (*_bare(plan), *(said for group in groups if (said := _weakness(group, homes)) is not None))
+    return Repaired(sight.manifest.step, shards, (*parity, *described), written, weak)
 
 
-def _homes(sight: nodes.Sight, plan: Recovery) -> dict[tuple[int, int], Path]:
-    """Where each member's files belong: beside what is left of them, of their domain, or on a node without any."""
-    by_rank: dict[int, Path] = {}
+def _check_latest(sight: nodes.Sight, latest: ShardManifest) -> None:
+    """What is left of a later save may be all that there is of it, once more nodes are back: never write over it."""
+    if sight.manifest.save_id != latest.save_id:
+        manifests = [path for path in map(names.manifest_path, sight.directories) if path.exists()]
+        there = [path.parent for path in manifests if latest.save_id in path.read_text(errors="replace")]
+        raise LostBeyondScheme(
+            f"too little is left of the latest save of step {latest.step}, though an earlier one can be had",
+            path=there[0] if there else sight.directories[0],
+            found=f"some of save {latest.save_id}, and save {sight.manifest.save_id}",
+            expected="directories that together give back the latest save",
+            action="Name those of all nodes; or leave out those that hold the later save, to repair the earlier one.",
+        )
+
+
+def _as_saved(sight: nodes.Sight, plan: Recovery) -> list[Descriptor]:
+    """The plan's groups, with the failure domains that the members were saved in."""
+    saved = {m.rank: m for found in sight.found for d in found.descriptors for m in d.members}
+    return [replace(group, members=tuple(saved[rank] for rank in group.ranks)) for group in plan.groups]
+
+
+def _homes(sight: nodes.Sight, groups: Sequence[Descriptor]) -> dict[int, Path]:
+    """By rank, where its files belong: beside what is left of them, or of their domain, or on a node without any."""
+    homes: dict[int, Path] = {}
     by_domain: dict[str, Path] = {}
     for directory, found in zip(sight.directories, sight.found, strict=True):
         for descriptor in found.descriptors:
-            by_rank.setdefault(descriptor.mine.rank, directory)
+            homes.setdefault(descriptor.mine.rank, directory)
             by_domain.setdefault(descriptor.mine.domain, directory)
-    spare = [d for d, found in zip(sight.directories, sight.found, strict=True) if not found.descriptors]
-    homes = {}
-    for index, place, rank, domain in _members(sight, plan):
-        if rank not in by_rank and domain not in by_domain:
-            by_domain[domain] = spare.pop(0) if spare else sight.directories[0]
-        homes[index, place] = by_rank.get(rank) or by_domain[domain]
+    for record in sight.manifest.shards:
+        if record.path in sight.where:
+            homes.setdefault(record.rank, sight.where[record.path].parent)
+    spare = [directory for directory in sight.directories if directory not in homes.values()]
+    for member in (member for group in groups for member in group.members if member.rank not in homes):
+        if member.domain not in by_domain:
+            by_domain[member.domain] = spare.pop(0) if spare else sight.directories[0]
+        homes[member.rank] = by_domain[member.domain]
     return homes
 
 
-def _members(sight: nodes.Sight, plan: Recovery) -> list[tuple[int, int, int, str]]:
-    """Index of the group, place in it, rank and domain of every member, the domain as it was saved."""
-    saved = {m.rank: m.domain for found in sight.found for d in found.descriptors for m in d.members}
-    return [
-        (index, place, member.rank, saved[member.rank])
-        for index, group in enumerate(plan.groups)
-        for place, member in enumerate(group.members)
-    ]
+def _with_parity(
+    group: Descriptor, index: int, plan: Recovery, pieces: dict[FileKey, tuple[ParityPiece, ...]]
+) -> list[Descriptor]:
+    """Each member's descriptor, with the parity that lies there or was made again."""
+    known = plan.parity | pieces
+    return [group.at(i, known.get(FileKey(index, i, PARITY), ())) for i in range(len(group.members))]
 
 
-def _describe(
-    sight: nodes.Sight, plan: Recovery, homes: dict[tuple[int, int], Path], pieces: dict[FileKey, tuple]
-) -> list[str]:
-    """Write the descriptors that are missing, or that speak of a parity file that was made again."""
-    saved = {m.rank: m for found in sight.found for d in found.descriptors for m in d.members}
+def _describe(sight: nodes.Sight, wanted: Sequence[Sequence[Descriptor]], homes: dict[int, Path]) -> list[str]:
+    """Write the descriptors that are missing, or that speak of another group or parity file."""
     there = {d.mine.rank: d for found in sight.found for d in found.descriptors}
     written = []
-    for index, place, rank, _ in _members(sight, plan):
-        key = FileKey(index, place, PARITY)
-        members = tuple(saved[member.rank] for member in plan.groups[index].members)
-        group = plan.groups[index].at(place, pieces.get(key, plan.parity.get(key, ())))
-        wanted = type(group)(group.save_id, group.world_size, group.scheme, place, members, group.parity)
-        if there.get(rank) != wanted:
-            write_descriptor(homes[index, place], wanted)
-            written.append(str(homes[index, place] / wanted.mine.file) + " (descriptor)")
+    for descriptor in (each for group in wanted for each in group):
+        directory = homes[descriptor.mine.rank]
+        if there.get(descriptor.mine.rank) != descriptor:
+            write_descriptor(directory, descriptor)
+            written.append(str(directory / descriptor_name(descriptor.mine.file)))
     return written
+
+
+def _weakness(group: Descriptor, homes: dict[int, Path]) -> str | None:
+    """What the group now survives less than as it was saved, by the directories that its files lie in."""
+    survived = surviving_losses(group.scheme, [str(homes[rank]) for rank in group.ranks])
+    if survived >= group.tolerance:
+        return None
+    directory, most = Counter(homes[rank] for rank in group.ranks).most_common(1)[0]
+    ranks = [rank for rank in group.ranks if homes[rank] == directory]
+    return (
+        f"of ranks {_list(group.ranks)}, protected by {group.scheme}, {most} ({_list(ranks)}) now lie in {directory}: "
+        f"its loss{f' and that of {survived} more' * bool(survived)} would be more than can be given back. Name a "
+        "directory for each node"
+    )
+
+
+def _bare(plan: Recovery) -> list[str]:
+    if not plan.report.bare:
+        return []
+    return [f"ranks {_list(plan.report.bare)} have lost their redundancy, and a restore protects them anew"]
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _write_manifests(directories: Sequence[Path], manifest: ShardManifest) -> tuple[str, ...]:
@@ -134,12 +174,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Repair; the exit status."""
-    with progress("repair", 0) as advance:
+    with progress("repair", None) as advance:
         done = repair(arguments.local, arguments.step, advance)
     if arguments.json:
         text.print_json(asdict(done))
         return status.WELL
     for path in (*done.shards, *done.redundancy, *done.manifests):
         print(f"made again: {path}")
+    for weakness in done.weak:
+        print(f"weaker than it was: {weakness}")
     print(f"step {done.step} is whole" + ("" if done.shards or done.redundancy or done.manifests else ", as it was"))
     return status.WELL

@@ -18,7 +18,7 @@ other. Reads metrics.jsonl and run.json of each RUN_DIR; a run may go on meanwhi
 Of steps that were trained more than once the last attempt counts; those that a resume or a rollback has taken back are
 drawn faintly. Of long runs the lowest and the highest value of every bucket of steps are drawn, and the page says so.
 
-Needs plotly: pip install 'mpi_ckpt[report]'."""
+Needs plotly: pip install plotly."""
 EXAMPLE = "python -m mpi_ckpt report runs/demo runs/other --out report.html"
 
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(
             "the figures cannot be drawn without plotly",
             found="it is not installed",
-            action="Install it: pip install 'mpi_ckpt[report]'.",
+            action="Install it: pip install plotly.",
         ) from error
     readers = read_runs(arguments.run_dirs)
     runs = [Run(name, reader, number) for number, (name, reader) in enumerate(readers.items())]

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpi_ckpt.checkpoint.documents import Document, read_document, read_per_rank
-from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.layout import Block, shard_range
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, read_manifest
 from mpi_ckpt.storage.shard_file import BlockToWrite, StreamedArray
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, new_root, reading
+from mpi_ckpt.tools.locate import find_whole, new_root, reading
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.source import ArraySource, Windows, array_bytes
 from mpi_ckpt.tools.writing import NewStep, write_step
@@ -110,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Reshard; the exit status."""
-    directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
+    directory = find_whole(arguments.run_dir, arguments.step)
     with reading(directory), progress("reshard", array_bytes(read_manifest(directory).arrays)) as advance:
         written = reshard(directory, arguments.ranks, new_root(arguments.out), advance)
     print(f"{written}: for {arguments.ranks} rank{'s' * (arguments.ranks != 1)}")

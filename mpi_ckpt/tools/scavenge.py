@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpi_ckpt.errors import NoCheckpoint
+from mpi_ckpt.redundancy.coverage import LostBeyondScheme
 from mpi_ckpt.redundancy.planner import DATA
-from mpi_ckpt.redundancy.recovery import FileKey, LostBeyondScheme, Recovery
+from mpi_ckpt.redundancy.recovery import Recovery
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import nodes, status, text
@@ -49,19 +49,12 @@ def scavenge(local: list[Path], root: Path, step: int | None = None, advance: Ad
     committed = nodes.committed_steps(local)
     wanted = [found for found in reversed(committed) if step in (None, found)]
     if not wanted:
-        raise NoCheckpoint(
-            "the nodes hold no committed step" if step is None else f"the nodes do not hold step {step}",
-            path=", ".join(map(str, local)),
-            found=f"steps {', '.join(map(str, committed))}" if committed else "no manifest",
-            expected="a step with a manifest on at least one node",
-            action="Name the directory that was `local` on each node that can still be seen.",
-        )
+        raise nodes.no_step(local, step, committed)
     lost: dict[int, str] = {}
     while True:
         found = wanted.pop(0)
-        sight = nodes.look(local, committed[found])
         try:
-            plan = Recovery([]) if sight.is_whole else sight.plan()
+            sight, plan = nodes.best(local, committed[found])
         except LostBeyondScheme as error:
             if not wanted:
                 raise
@@ -81,19 +74,15 @@ def _commit(
     with writing(root) as launch_id:
         if is_there(directory, manifest):
             return (), ()
-        missing = {key: directory / plan.names[key] for key in plan.targets if key.kind == DATA}
-        present = [shard for shard in manifest.shards if shard.path not in {path.name for path in missing.values()}]
-        with committing(root, launch_id, manifest):
+        missing = {key: plan.names[key] for key in plan.targets if key.kind == DATA}
+        present = [shard for shard in manifest.shards if shard.path not in missing.values()]
+        with committing(root, launch_id, manifest.step, sum(shard.nbytes for shard in manifest.shards)) as draft:
             for shard in present:
-                fetch_shard(sight.where[shard.path], shard, directory / shard.path, advance)
-            _rebuild(sight, plan, missing, advance)
-    return tuple(shard.path for shard in present), tuple(path.name for path in missing.values())
-
-
-def _rebuild(sight: nodes.Sight, plan: Recovery, missing: dict[FileKey, Path], advance: Advance) -> None:
-    nodes.make_again(sight, plan, missing, advance)
-    for path in missing.values():
-        atomic.publish(names.tmp(path), path)
+                fetch_shard(sight.where[shard.path], shard, draft.temporary(shard.path), advance)
+            targets = {key: draft.temporary(name) for key, name in missing.items()}
+            nodes.make_again(sight, plan, targets, advance)
+            draft.commit(manifest)
+    return tuple(shard.path for shard in present), tuple(missing.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Scavenge; the exit status."""
     newest = nodes.committed_steps(arguments.local)
-    total = sum(shard.nbytes for shard in newest[max(newest)].shards) if newest else 0
+    total = sum(shard.nbytes for shard in newest[max(newest)][0].shards) if newest else 0
     with progress("scavenge", total) as advance:
         done = scavenge(arguments.local, new_root(arguments.out), arguments.step, advance)
     if arguments.json:

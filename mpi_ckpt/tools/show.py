@@ -10,15 +10,18 @@ from typing import Any
 
 from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.steps import find_committed
+from mpi_ckpt.redundancy.descriptor import Descriptor, parity_name
+from mpi_ckpt.redundancy.survey import survey
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, flat_arrays, read_manifest
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root
+from mpi_ckpt.tools.locate import checkpoints_root, is_of_node
 from mpi_ckpt.tools.source import array_bytes
 
 HELP = "show what a step consists of: meta, arrays, named parameters, shards"
 DESCRIPTION = """Show the manifest of STEP (default: the newest committed one). It is checked, the shards are not
-read: `verify` does that. With --json the manifest is printed as it is."""
+read: `verify` does that. With --json the manifest is printed as it is. In a node's own directory the manifest speaks of
+the shards on all nodes, and what lies there, with its redundancy, comes last."""
 EXAMPLE = "python -m mpi_ckpt show runs/demo 20"
 
 
@@ -57,6 +60,8 @@ def describe(directory: Path, manifest: ShardManifest) -> list[str]:
     if manifest.index:
         parts.append(f"named parameters, intervals of {', '.join(flat_arrays(manifest.arrays))}\n{_index(manifest)}")
     parts.append(f"shards\n{_shards(manifest)}")
+    if is_of_node(directory):
+        parts.append(f"on this node\n{_here(directory, manifest)}")
     return parts
 
 
@@ -126,6 +131,26 @@ def _shards(manifest: ShardManifest) -> str:
     ]
     header = ("  rank", "file", "bytes", "offset", "numel", "sha256", "crc32c")
     return text.table(header, rows, left=("file",))
+
+
+def _here(directory: Path, manifest: ShardManifest) -> str:
+    """What lies in a node's directory, a line for each rank of whose files there is one."""
+    found = {d.mine.file: d for d in survey(directory, manifest.save_id).descriptors}
+    nbytes = {path.name: text.size(path.lstat().st_size) for path in names.own_files(directory)}
+    rows = []
+    for shard in manifest.shards:
+        sizes = [nbytes.get(name, "-") for name in (shard.path, parity_name(shard.path))]
+        group = found.get(shard.path)
+        if group or sizes != ["-", "-"]:
+            rows.append((f"  {shard.rank}", *sizes, *(_protection(group) if group else ("-", "-", "-"))))
+    header = ("  rank", "shard", "parity", "scheme", "survives", "group")
+    return text.table(header, rows, left=("scheme", "survives", "group"))
+
+
+def _protection(group: Descriptor) -> tuple[str, str, str]:
+    lost, promised = group.tolerance, group.scheme.tolerance
+    survives = f"{lost} lost{f', not {promised}' if lost < promised else ''}"
+    return str(group.scheme), survives, ", ".join(map(str, group.ranks))
 
 
 def _number(value: int | None) -> str:

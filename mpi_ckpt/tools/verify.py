@@ -6,45 +6,33 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mpi_ckpt.checkpoint import steps as step_directories
 from mpi_ckpt.checkpoint.steps import find_committed
-from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, RemoteFailed
+from mpi_ckpt.errors import CheckpointError, InvalidManifest
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
 from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.places import Directory, RemoteStep
-from mpi_ckpt.storage.remote_steps import is_uploaded, list_remote, read_upload_manifest, remote_step
+from mpi_ckpt.storage.remote_steps import find_remote, is_uploaded, list_remote, read_upload_manifest, remote_step
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
-from mpi_ckpt.tools import remote, status, text
+from mpi_ckpt.tools import nodes, remote, status, text
 from mpi_ckpt.tools.locate import checkpoints_root, save_id_of, size_of_files
 from mpi_ckpt.tools.progress import Advance, progress
+from mpi_ckpt.tools.verdict import Verdict, fault_of
+from mpi_ckpt.tools.verify_nodes import verify_nodes
 
 HELP = "read every committed step and compare it with its manifest"
 DESCRIPTION = """Read every committed step (or --step) and compare it with its manifest: the manifest's own digest
 and structure, and of each shard presence, size, sha256 and crc32c. With --quick the crc32c alone, which reads as
 much and computes less: it finds damage, not forgery. Nothing is changed. A step that is pruned meanwhile is no
-damage. With --remote, the steps of a remote tier: every byte is read from there."""
+damage. With --remote, the steps of a remote tier: every byte is read from there.
+
+Of nodes' own directories (--local, or one in the place of RUN_DIR) everything that lies there: shards, parity files
+and redundancy descriptors. What does not lie there is on other nodes, and no damage."""
 EXAMPLE = "python -m mpi_ckpt verify runs/demo --quick"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found about one step: its size in bytes, and every fault."""
-
-    step: int
-    directory: Directory
-    nbytes: int
-    faults: list[CheckpointError]
-
-    @property
-    def intact(self) -> bool:
-        """True when every file is what the manifest says."""
-        return not self.faults
 
 
 def verify(
@@ -77,6 +65,9 @@ def verify_remote(
             if manifest is not None:
                 place = remote_step(store, manifest)
                 faults = [f for f in readers.map(partial(_fault_of, place, quick, advance), manifest.shards) if f]
+                for found in faults:
+                    again = f"push RUN_DIR --remote {store.url} --step {step} --again"
+                    found.action = f"Send it again from where it is intact: `{again}`."
                 if not faults or is_uploaded(store, manifest):  # else it was retired or replaced meanwhile
                     yield Verdict(step, place, sum(shard.nbytes for shard in manifest.shards), faults)
 
@@ -95,15 +86,22 @@ def run(arguments: argparse.Namespace) -> int:
     for verdict in _remotely(arguments) if arguments.remote is not None else _locally(arguments):
         verdicts.append(verdict)
         if not arguments.json:
-            _print(verdict)
+            verdict.print()
     if arguments.json:
-        text.print_json([_as_json(verdict) for verdict in verdicts])
+        text.print_json([verdict.as_json() for verdict in verdicts])
     if not verdicts:  # all of them were pruned meanwhile
         return status.NOTHING_THERE
     return status.WELL if all(verdict.intact for verdict in verdicts) else status.NOT_WELL
 
 
 def _locally(arguments: argparse.Namespace) -> Iterator[Verdict]:
+    local = nodes.named(arguments)
+    if local:
+        steps = nodes.find_listed(local, arguments.step)
+        total = sum(size_of_files(names.step_dir(node, step)) for node in local for step in steps)
+        with progress("verify", total) as advance:
+            yield from verify_nodes(local, steps, quick=arguments.quick, advance=advance)
+        return
     root = checkpoints_root(arguments.run_dir)
     find_committed(root, arguments.step)  # raises NoCheckpoint where there is nothing to verify
     steps = names.list_steps(root) if arguments.step is None else [arguments.step]
@@ -113,25 +111,10 @@ def _locally(arguments: argparse.Namespace) -> Iterator[Verdict]:
 
 def _remotely(arguments: argparse.Namespace) -> Iterator[Verdict]:
     store = remote.opened(arguments.remote)
-    steps = remote.find_remote(store, arguments.step)
+    steps = find_remote(store, arguments.step)
     listed = list_remote(store)
     with progress("verify", sum(sum(listed[step].shards.values()) for step in steps if step in listed)) as advance:
         yield from verify_remote(store, steps, quick=arguments.quick, advance=advance)
-
-
-def _print(verdict: Verdict) -> None:
-    print(f"step {verdict.step:8d}  {text.size(verdict.nbytes):>10}  {'intact' if verdict.intact else 'DAMAGED'}")
-    for fault in verdict.faults:
-        print(f"  {fault}")
-
-
-def _as_json(verdict: Verdict) -> dict[str, Any]:
-    faults = [
-        {"kind": type(f).__name__, "path": f.path, "rank": f.rank, "found": f.found, "expected": f.expected}
-        | {"message": str(f)}
-        for f in verdict.faults
-    ]
-    return {"step": verdict.step, "nbytes": verdict.nbytes, "intact": verdict.intact, "faults": faults}
 
 
 def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExecutor, advance: Advance) -> Verdict:
@@ -148,23 +131,9 @@ def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExe
 
 
 def _fault_of(directory: Directory, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:
-    """What is wrong with one file, if anything."""
+    """What is wrong with one shard, if anything."""
     path = directory / record.path
     try:
-        verify_file(path, record, "quick" if quick else "full")
-    except RemoteFailed:
-        raise
-    except CheckpointError as fault:
-        return fault
-    except OSError as error:
-        return CorruptShard(
-            "a shard cannot be read",
-            path=path,
-            rank=record.rank,
-            found=error,
-            expected="a readable file",
-            action="Look at the disk and the file's permissions, or bring the file back from a copy.",
-        )
+        return fault_of(lambda: verify_file(path, record, "quick" if quick else "full"), path, record.rank)
     finally:
         advance(record.nbytes)
-    return None

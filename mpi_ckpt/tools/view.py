@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.shard_file import check_structure, dataset_path
 from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, reading
+from mpi_ckpt.tools.locate import find_whole, reading
 
 if TYPE_CHECKING:
     import h5py
@@ -128,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Make the view and print its path; the exit status."""
-    directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
+    directory = find_whole(arguments.run_dir, arguments.step)
     out = arguments.out or view_path(directory)
     with reading(directory):
         make_view(directory, out)

@@ -1,8 +1,9 @@
 """One process that changes a checkpoints root: under the writer's lock, in the order of the commit protocol.
 
     lock      no other writer, and leftovers cleaned
-    write     every shard: rankNNNNN.h5.tmp, data, fsync, rename, fsync of the directory
-    commit    is the lock still ours? then manifest.json by rename, fsync of the directory
+    write     every shard: rankNNNNN.h5.tmp, data, fsync
+    publish   is the lock still ours? then every shard: rename, fsync of the directory
+    commit    is it still? then manifest.json by rename, fsync of the directory
 
 A step exists if and only if its manifest does, so a crash before the last line leaves garbage that the next writer
 cleans, and a failure is undone backwards.
@@ -11,6 +12,7 @@ cleans, and a failure is undone backwards.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -74,24 +76,16 @@ def write_step(root: Path, new: NewStep) -> Path:
     directory = names.step_dir(root, new.step)
     with writing(root) as launch_id:
         _check_free(directory)
-        check_room(root, new.nbytes, f"write step {new.step}")
-        steps.clean(root)
-        atomic.make_dir(directory)
-        save_id = names.new_save_id()
-        suffix = save_id if names.own_files(directory) else None  # beside a step that was set aside
-        written: list[ShardRecord] = []
-        try:
+        with committing(root, launch_id, new.step, new.nbytes) as draft:
+            save_id = names.new_save_id()
+            suffix = save_id if names.own_files(directory) else None  # beside a step that was set aside
+            written: list[ShardRecord] = []
             for rank in range(new.world_size):
                 blocks, document = new.contents(rank)
-                path = directory / names.shard_name(rank, suffix)
+                temporary = draft.temporary(names.shard_name(rank, suffix))
                 attributes = ShardAttributes(save_id, rank, new.world_size, new.step)
-                written.append(write_shard(names.tmp(path), blocks, values.dumps(document), attributes))
-                atomic.publish(names.tmp(path), path)
-            lock.check_owner(root, launch_id)
-            _commit(directory, new, save_id, written)
-        except BaseException:
-            _withdraw(directory, suffix)
-            raise
+                written.append(write_shard(temporary, blocks, values.dumps(document), attributes))
+            draft.commit(_manifest(new, save_id, written))
     return directory
 
 
@@ -111,24 +105,58 @@ def is_there(directory: Path, manifest: ShardManifest) -> bool:
     return True
 
 
+class Draft:
+    """A step on its way into `directory`, where older files of it may lie that a restore has set aside as damaged.
+
+    Those are as they were unless the step commits, but for shards of the same name that had to give way just before.
+    """
+
+    def __init__(self, root: Path, step: int, launch_id: str) -> None:
+        self.directory = names.step_dir(root, step)
+        self._root, self._launch_id = root, launch_id
+        self._shards: list[Path] = []
+        self._published: list[Path] = []  # where nothing was
+
+    def temporary(self, name: str) -> Path:
+        """Where the shard `name` is written, and has to be durable when the step is committed."""
+        self._shards.append(self.directory / name)
+        return names.tmp(self._shards[-1])
+
+    def commit(self, manifest: ShardManifest) -> None:
+        """**Local.** Give the shards their names, then write the manifest. Raises DirectoryInUse, OSError."""
+        lock.check_owner(self._root, self._launch_id)
+        for path in self._shards:
+            if not os.path.lexists(path):
+                self._published.append(path)
+            atomic.publish(names.tmp(path), path)
+        lock.check_owner(self._root, self._launch_id)
+        write_manifest(self.directory, manifest)
+
+    def withdraw(self) -> None:
+        """**Local.** Backwards: what readers see goes first. What cannot be removed is garbage for the next writer."""
+        manifest = names.manifest_path(self.directory)
+        with contextlib.suppress(OSError):
+            atomic.remove(manifest, names.tmp(manifest), missing_ok=True)
+            atomic.remove(*self._published, *map(names.tmp, self._shards), missing_ok=True)
+            atomic.remove_dir(self.directory)
+
+
 @contextlib.contextmanager
-def committing(root: Path, launch_id: str, manifest: ShardManifest) -> Iterator[Path]:
-    """**Local.** Room and an empty directory for the shards of a step that was saved elsewhere, which the body puts
-    there under the manifest's names; then the manifest. No file of the step is left when anything fails."""
-    directory = names.step_dir(root, manifest.step)
-    check_room(root, sum(shard.nbytes for shard in manifest.shards), f"write step {manifest.step}")
+def committing(root: Path, launch_id: str, step: int, nbytes: int) -> Iterator[Draft]:
+    """**Local.** Room for `nbytes` and a directory for a step that is not committed; the body writes and commits it.
+
+    When anything fails, what was written is removed, and nothing else.
+    """
+    check_room(root, nbytes, f"write step {step}")
     steps.clean(root)
-    atomic.make_dir(directory)
+    draft = Draft(root, step, launch_id)
+    atomic.make_dir(draft.directory)
     try:
-        yield directory
-        lock.check_owner(root, launch_id)
-        write_manifest(directory, manifest)
+        yield draft
     except BaseException:
-        paths = [directory / shard.path for shard in manifest.shards]
-        atomic.remove(names.manifest_path(directory), missing_ok=True)
-        atomic.remove(*paths, *map(names.tmp, paths), missing_ok=True)
+        draft.withdraw()
         raise
-    steps.remove_unlisted(directory)  # what a restore had set aside there as damaged
+    steps.remove_unlisted(draft.directory)  # what a restore had set aside there as damaged
 
 
 def _check_free(directory: Path) -> None:
@@ -154,8 +182,8 @@ def check_room(place: Path, nbytes: int, what: str) -> None:
         )
 
 
-def _commit(directory: Path, new: NewStep, save_id: str, written: list[ShardRecord]) -> None:
-    manifest = build_manifest(
+def _manifest(new: NewStep, save_id: str, written: Sequence[ShardRecord]) -> ShardManifest:
+    return build_manifest(
         written,
         step=new.step,
         save_id=save_id,
@@ -167,13 +195,3 @@ def _commit(directory: Path, new: NewStep, save_id: str, written: list[ShardReco
         created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         wall_clock_seconds=new.wall_clock_seconds,
     )
-    write_manifest(directory, manifest)
-
-
-def _withdraw(directory: Path, suffix: str | None) -> None:
-    """Backwards: what readers see goes first. What cannot be removed is garbage for the next writer."""
-    manifest = names.manifest_path(directory)
-    with contextlib.suppress(OSError):
-        atomic.remove(manifest, names.tmp(manifest), missing_ok=True)
-        atomic.remove(*(path for path in names.own_files(directory) if suffix is None or suffix in path.name))
-        atomic.remove_dir(directory)

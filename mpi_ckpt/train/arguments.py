@@ -56,19 +56,29 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument(
         "--keep", type=_positive, default=3, metavar="K", help="how many of the newest steps stay (default 3)"
     )
-    save.add_argument("--remote", metavar="URL", help="upload every checkpoint: s3://bucket/prefix or file:///dir")
+    save.add_argument(
+        "--remote",
+        metavar="URL",
+        help="upload every checkpoint in the run's directory (with --local: those that go there) in the background: "
+        "s3://bucket/prefix or file:///dir, one URL a run",
+    )
     save.add_argument("--remote-keep", type=_positive, metavar="K", help="newest steps that stay there (default: all)")
     save.add_argument(
-        "--local", metavar="DIR", help="save to this directory on every node's own disk; {domain}: its failure domain"
+        "--remote-bandwidth",
+        metavar="SIZE",
+        help="bytes a second and rank that an upload takes at most: '50MB', '1GiB' (default: as fast as it goes)",
     )
     save.add_argument(
-        "--redundancy", default="xor", metavar="SCHEME", help="of --local: single, partner, xor or rs:k+m (default xor)"
+        "--local",
+        metavar="DIR",
+        help="save every checkpoint on every node's own disk, in DIR/<name of the run's directory>; {domain} in DIR "
+        "stands for the failure domain: the node's name, or what MPI_CKPT_DOMAIN says",
     )
-    save.add_argument("--local-keep", type=_positive, default=2, metavar="K", help="newest steps there (default 2)")
+    save.add_argument("--redundancy", metavar="SCHEME", help="of --local: single, partner, xor or rs:k+m (default xor)")
+    save.add_argument("--local-keep", type=_positive, metavar="K", help="newest steps there (default 2)")
     save.add_argument(
         "--shared-every",
         type=_positive,
-        default=10,
         metavar="N",
         help="with --local: every Nth checkpoint, and a launch's last, goes to the run's directory too (default 10)",
     )

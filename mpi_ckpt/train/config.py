@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpi_ckpt.checkpoint.arguments import parse_bytes
 from mpi_ckpt.checkpoint.cadence import Cadence, parse_duration
 from mpi_ckpt.errors import ExplainedError
 from mpi_ckpt.model.config import ModelConfig
@@ -124,10 +125,11 @@ class Options:
     time_limit: str | None = None
     remote: str | None = None  # URL of the second tier
     remote_keep: int | None = None
+    remote_bandwidth: str | None = None  # bytes a second and rank
     local: str | None = None  # directory on every node's own disk
-    redundancy: str = "xor"
-    local_keep: int = 2
-    shared_every: int = 10  # saves
+    redundancy: str | None = None  # None: the engine's default, here and below
+    local_keep: int | None = None
+    shared_every: int | None = None  # saves
 
     def __post_init__(self) -> None:
         step = self.resume.isdecimal()
@@ -139,9 +141,14 @@ class Options:
         _check("spike_factor", self.spike_factor, 1 <= self.spike_factor < math.inf, "a number of at least 1")
         _check("on_spike", self.on_spike, self.on_spike in ("skip", "lower-lr", "stop"), "skip, lower-lr or stop")
         _check("max_rollbacks", self.max_rollbacks, self.max_rollbacks >= 0, "an integer of at least 0")
+        tiers = {"local": ("redundancy", "local_keep", "shared_every"), "remote": ("remote_keep", "remote_bandwidth")}
+        for tier, names in tiers.items():
+            for name in names:
+                alone = getattr(self, tier) is None and getattr(self, name) is not None
+                _check(name, getattr(self, name), not alone, f"--{tier} beside it, the tier that it is about")
         alone = self.discard_later and self.resume_step is None
         _check("discard_later", "given", not alone, "--resume STEP beside it: what comes after which step?")
-        for name in ("ckpt_every", "mtbf", "inject", "hang_timeout", "time_limit"):
+        for name in ("ckpt_every", "mtbf", "inject", "hang_timeout", "time_limit", "remote_bandwidth"):
             try:
                 self._parsed(name)
             except ValueError as error:
@@ -156,6 +163,8 @@ class Options:
             return Cadence.parse(text, name="ckpt_every")
         if text is None:
             return None
+        if name == "remote_bandwidth":
+            return parse_bytes(name, text)
         if name == "hang_timeout" and text.replace(".", "", 1).isdecimal():
             return float(text)
         return parse_duration(name, text)
@@ -170,6 +179,12 @@ class Options:
     def hang_seconds(self) -> float:
         """Seconds without progress that end the job; 0 for never."""
         return float(self._parsed("hang_timeout"))
+
+    @property
+    def remote_bytes_per_second(self) -> int | None:
+        """What a rank may upload in a second; None for as much as goes."""
+        nbytes: int | None = self._parsed("remote_bandwidth")
+        return nbytes
 
     @property
     def time_limit_seconds(self) -> float | None:

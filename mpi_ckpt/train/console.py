@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.train.terminal import someone_watches
 
+_TIERS = {"local": "the nodes", "shared": "the shared directory", "remote": "the remote tier"}
+_FEW = 4  # names of files that a line has room for
 _COLUMNS = ("step", "loss", "lr", "param norm", "grad norm", "ms")
 
 
@@ -61,6 +63,19 @@ class StepTable:
     ) -> None:
         if self._progress:
             self._progress.stop()
+
+
+def resumed(run_dir: Path, step: int, events: Mapping[str, dict[str, Any]]) -> str:
+    """Where a launch goes on. By the newest `restore` and `rebuild` among `events`: from which tier, and what of it was
+    rebuilt."""
+    tier = events.get("restore", {}).get("tier")
+    text = f"resumed {run_dir} after step {step}" + (f" from {_TIERS[tier]}" if tier in _TIERS else "")
+    rebuild = events.get("rebuild", {})
+    rebuilt = rebuild["rebuilt"] if tier == "local" and rebuild.get("step") == step else []
+    if rebuilt:
+        more = f" and {len(rebuilt) - _FEW} more" if len(rebuilt) > _FEW else ""
+        text += f"; rebuilt {', '.join(rebuilt[:_FEW])}{more}"
+    return text
 
 
 def print_memory(rows: Sequence[Sequence[float]], num_params: int) -> None:

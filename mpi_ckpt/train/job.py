@@ -38,6 +38,7 @@ class Job:
     watchdog: Watchdog
     log: MetricsLog | None
     guard: Guard = field(default_factory=Guard)
+    happened: dict[str, dict[str, Any]] = field(default_factory=dict)  # the checkpointer's last event of each name
     losses: dict[int, float] = field(default_factory=dict)  # of the steps of this launch
 
     @property

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer
-from mpi_ckpt.checkpoint.local_tier import Options as LocalOptions
-from mpi_ckpt.checkpoint.local_tier import steps_on_nodes
+from mpi_ckpt.checkpoint.local_tier import LocalOptions, steps_on_nodes
 from mpi_ckpt.checkpoint.sharded import verify_resume
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.parallel.mesh import Mesh
@@ -21,7 +20,16 @@ from mpi_ckpt.train.guard import Guard
 from mpi_ckpt.train.job import Job
 from mpi_ckpt.train.loop import train
 from mpi_ckpt.train.metrics import MetricsLog
-from mpi_ckpt.train.run import CHECKPOINTS, RUN_FILE, Plan, choose_directory, plan_launch, store
+from mpi_ckpt.train.run import (
+    CHECKPOINTS,
+    RUN_FILE,
+    Plan,
+    check_apart,
+    choose_directory,
+    local_directory,
+    plan_launch,
+    store,
+)
 from mpi_ckpt.train.trainer import Trainer
 from mpi_ckpt.train.watchdog import Watchdog
 
@@ -45,10 +53,12 @@ def run(
     run_dir = council.share(lambda: choose_directory(options))
 
     def plan_it() -> Plan:
-        on_nodes = steps_on_nodes(council, LocalOptions(_local(run_dir, options))) if options.local else ()
+        on_nodes = steps_on_nodes(council, nodes) if nodes else ()
         return council.share(lambda: plan_launch(run_dir, explicit, steps, options, mesh.data.size, on_nodes))
 
     # What cannot work is refused here: nothing was made yet.
+    nodes = LocalOptions.of(local_directory(run_dir, options), redundancy=options.redundancy)
+    council.everywhere(lambda: check_apart(run_dir, nodes.place(comm.rank).directory) if nodes else None)
     council.share(lambda: far.fetch(run_dir / RUN_FILE, options.remote))
     plan = plan_it()
     mesh.check_model(plan.settings.model.n_head)
@@ -57,8 +67,10 @@ def run(
     clock = preemption.Clock(options.time_limit_seconds, os.environ)
     watchdog = Watchdog(options.hang_seconds, comm)
     log: MetricsLog | None = None
+    happened: dict[str, dict[str, Any]] = {}
 
     def on_event(event: dict[str, Any]) -> None:
+        happened[event["event"]] = event
         if event["event"] == "commit":
             clock.committed(event["commit_seconds"])
         if log:
@@ -74,7 +86,9 @@ def run(
         def build() -> Trainer:
             return Trainer.build(comm, plan.settings, data, mesh)
 
-        job = Job(comm, council, plan, options, build, build(), checkpointer, attention, watchdog, log)
+        job = Job(
+            comm, council, plan, options, build, build(), checkpointer, attention, watchdog, log, happened=happened
+        )
         watchdog.on_hang = lambda seconds: job.event("hang", job.progress["step"], seconds=seconds)
         first = _resume(job) + 1
         job.event("launch", first - 1, ranks=comm.size, mesh=mesh.shape, settings=plan.settings.to_json())
@@ -102,16 +116,12 @@ def _open_checkpointer(
         on_event=on_event,
         remote=options.remote,
         remote_keep=options.remote_keep,
-        local=_local(run_dir, options) if options.local else None,
+        remote_bandwidth=options.remote_bytes_per_second,
+        local=local_directory(run_dir, options),
         redundancy=options.redundancy,
         local_keep=options.local_keep,
         shared_every=options.shared_every,
     )
-
-
-def _local(run_dir: Path, options: Options) -> str:
-    """The run's own part of the nodes' directories, which other runs use too."""
-    return f"{options.local}/{run_dir.resolve().name}"
 
 
 def _train(job: Job, first: int) -> int:
@@ -176,7 +186,7 @@ def _resume(job: Job) -> int:
         job.council.share(lambda: rollback.forget(plan.run_dir))
     job.guard = Guard.from_json(found.meta.get("guard"))
     if job.comm.rank == 0:
-        print(f"resumed {plan.run_dir} after step {found.step}", flush=True)
+        print(console.resumed(plan.run_dir, found.step, job.happened), flush=True)
     return found.step
 
 

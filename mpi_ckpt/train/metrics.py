@@ -15,9 +15,15 @@ An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes
     upload_given_up                      too many steps waited: this one stays away from the remote tier
     rebuild     moved, rebuilt, encoded, weak   ranks whose files the nodes had lost or held elsewhere: whole again
     local_loss  error                    the nodes cannot give the step back: an older one or a further tier is taken
+    weak_redundancy scheme, tolerance, promised   once a launch: nodes share so many of a group's ranks that fewer may
+                                         be lost than the scheme promises
+    unprotected scheme, domains          once a launch: so few failure domains cannot protect each other at all, and a
+                                         lost one takes along what is saved on nodes alone
     evaluation  eval_loss, eval_tokens, eval_seconds   on the held-out samples, nats a token
-    restore     restore_seconds          the state is that of `step` again
-    damage      error                    the step was found damaged and set aside
+    restore     tier, restore_seconds    the state is that of `step` again, from the nodes ("local"), the run's
+                                         directory ("shared") or the "remote" tier
+    damage      error                    the step was found damaged, in the tier that the error names: set aside, or in
+                                         the remote tier passed over
     memory      params, gradients, optimizer, resident   bytes, lists by rank; `resident` is the most so far
     rollback    target, reason, action, rollbacks, skipped   `step` was rejected ("non-finite" or "spike"), training
                                          goes on after `target`; action: "skip" or "lower-lr"; `rollbacks` so far in

@@ -55,6 +55,23 @@ def choose_directory(options: Options) -> Path:
     return run_dir
 
 
+def local_directory(run_dir: Path, options: Options) -> str | None:
+    """The run's own part of the nodes' directories, which other runs use too; None without a tier there."""
+    return f"{options.local}/{run_dir.resolve().name}" if options.local else None
+
+
+def check_apart(run_dir: Path, local: str) -> None:
+    """**Local.** Raise ConfigError where the nodes' directory is a part of the run's directory that has its own use."""
+    if Path(local).resolve() in (run_dir.resolve(), (run_dir / CHECKPOINTS).resolve()):
+        raise ConfigError(
+            "local cannot be used: the checkpoints of the nodes would lie among those of the run's directory",
+            path=local,
+            found=f"a directory of {run_dir}",
+            expected="one on the nodes' own disks",
+            action="Give another --local.",
+        )
+
+
 def plan_launch(
     run_dir: Path,
     explicit: dict[str, Any],
@@ -80,13 +97,7 @@ def plan_launch(
             action="Give another --run-dir, or continue with --resume auto.",
         )
     if anything and stored is None:
-        raise ConfigError(
-            "the directory holds checkpoints, but not the settings of their run",
-            path=run_dir / RUN_FILE,
-            found="no such file",
-            expected="the file that the first launch wrote",
-            action="Restore it from a copy of the run's directory, or start a new run in another one.",
-        )
+        raise _without_settings(run_dir, options, on_nodes)
     _check_resume_step(run_dir, committed, options)
     _check_steps(run_dir, committed, steps, options)
     settings = resolve(explicit, stored.settings if stored else None, ranks)
@@ -112,8 +123,28 @@ def plan_launch(
     )
 
 
+def _without_settings(run_dir: Path, options: Options, on_nodes: Sequence[int]) -> ConfigError:
+    """There are steps, and `run.json` is not there. Runs of one name may have met in the directories of the nodes."""
+    if on_nodes:
+        return ConfigError(
+            "a run of this name has checkpoints on the nodes already, and this directory is not that run's",
+            path=local_directory(run_dir, options),
+            found=f"step {on_nodes[-1]} there, and no {run_dir / RUN_FILE}",
+            expected="the file that the run's first launch wrote, or no steps",
+            action="Start a new run with another --local, or another name of --run-dir; to go on with that one, name "
+            f"its directory, or copy its {RUN_FILE} into this one.",
+        )
+    return ConfigError(
+        "the directory holds checkpoints, but not the settings of their run",
+        path=run_dir / RUN_FILE,
+        found="no such file",
+        expected="the file that the first launch wrote",
+        action="Restore it from a copy of the run's directory, or start a new run in another one.",
+    )
+
+
 def _check_no_bare_steps(run_dir: Path) -> None:
-    """What `import` or `reshard` wrote may lie here, where no launch would look for it."""
+    """What `import`, `reshard` or `scavenge` wrote may lie here, where no launch would look for it."""
     bare = names.list_steps(run_dir)
     if bare:
         raise ConfigError(
@@ -121,7 +152,9 @@ def _check_no_bare_steps(run_dir: Path) -> None:
             path=run_dir,
             found=f"step {bare[-1]} directly in it",
             expected=f"steps in {CHECKPOINTS}/ below it, and {RUN_FILE}",
-            action="Name the directory above, or another one. (An imported model has no optimizer state.)",
+            action=f"To go on from them, move the step directories into {run_dir / CHECKPOINTS} and copy the run's "
+            f"{RUN_FILE} into {run_dir}; or name another --run-dir, and the run's --remote, if it has one. (An "
+            "imported model has no optimizer state.)",
         )
 
 

@@ -16,6 +16,7 @@ from mpi_ckpt.errors import (
     NoCheckpoint,
     RankSilent,
     UnknownSchema,
+    UnusableOption,
     WorldSizeMismatch,
 )
 from mpi_ckpt.parallel.mesh import MeshError
@@ -31,7 +32,7 @@ HUNG = 77  # no progress, or no word from a rank, for --hang-timeout; launch the
 DAMAGED = 79  # a checkpoint is damaged or incomplete and may not be replaced by an older one
 
 _OF = (  # the first that fits
-    ((ConfigError, MeshError, WorldSizeMismatch, LayoutMismatch, UnknownSchema), USAGE),
+    ((ConfigError, MeshError, UnusableOption, WorldSizeMismatch, LayoutMismatch, UnknownSchema), USAGE),
     (Diverged, DIVERGED),
     (RankSilent, HUNG),
     ((CorruptShard, MissingShard, InvalidManifest, NoCheckpoint), DAMAGED),

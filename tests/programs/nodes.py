@@ -4,13 +4,15 @@
  "elements": 100000, "restore": true, "step": null, "overwrite": false, "discard_after": null, "options": {...},
  "values": true, "kill": [rank, n]}
 
-"kill": that rank kills itself (SIGKILL) in the place of its n-th rename of a manifest; n < 0: right after it.
+"kill": that rank kills itself (SIGKILL) in the place of its n-th rename of a manifest; n < 0: right after it. With a
+third item, "unlink": at its n-th removal of one, and the other ranks have half a second to go on without it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -27,20 +29,25 @@ def state(comm, task: dict, step: int) -> dict:
     return {"x": Shard(array, start=start, shape=elements), "step": step, **own}
 
 
-def kill_at(rename: int) -> None:
-    """End this process at a rename of a manifest, before it (n) or after it (-n)."""
-    real, count = os.rename, 0
+def kill_at(number: int, call: str = "rename") -> None:
+    """End this process at a rename, or another call, of a manifest, before it (n) or after it (-n)."""
+    real, count = getattr(os, call), 0
 
-    def counting(source, target) -> None:
+    def counting(*paths) -> None:
         nonlocal count
-        count += str(target).endswith("manifest.json")
-        if count == rename:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(source, target)
-        if count == -rename:
-            os.kill(os.getpid(), signal.SIGKILL)
+        about = str(paths[-1]).endswith("manifest.json")
+        count += about
+        if about and count == number:
+            die()
+        real(*paths)
+        if about and count == -number:
+            die()
 
-    os.rename = counting
+    def die() -> None:
+        time.sleep(0.5 if call == "unlink" else 0.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, call, counting)
 
 
 def run(comm, task: dict, events: list) -> dict:
@@ -48,7 +55,7 @@ def run(comm, task: dict, events: list) -> dict:
     options = {"redundancy": task.get("redundancy", "xor"), "timeout": 20.0} | task.get("options", {})
     domain = task["domains"][comm.rank]
     if task.get("kill", [None])[0] == comm.rank:
-        kill_at(task["kill"][1])
+        kill_at(*task["kill"][1:])
     with Checkpointer(
         task["root"], comm, local=task["local"], domain=domain, on_event=events.append, **options
     ) as checkpointer:

@@ -1,7 +1,9 @@
 """Saves steps to two tiers, or restores from them, as asked by a JSON document; prints what happened as another.
 
 {"root": ..., "remote": ..., "save": [10, 20], "seed": 0, "elements": 100000, "pause": 0.0, "options": {...},
- "restore": true, "overwrite": false, "discard_after": null}
+ "restore": true, "overwrite": false, "discard_after": null, "metrics": {"10": {"loss": 1.0}}}
+
+Each event says when it was: "at", of the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def run(comm, task: dict, events: list) -> dict:
     elements, found = task.get("elements", 100_000), None
     steps: list[int] = []
     options = {"keep": 2} | task.get("options", {})
-    with Checkpointer(task["root"], comm, remote=task["remote"], on_event=events.append, **options) as checkpointer:
+
+    def note(event: dict) -> None:
+        events.append(event | {"at": time.monotonic()})
+
+    with Checkpointer(task["root"], comm, remote=task["remote"], on_event=note, **options) as checkpointer:
         if task.get("restore"):
             target = state(comm, elements, -1)
             restored = checkpointer.restore(target, world_size="any")
@@ -40,7 +46,8 @@ def run(comm, task: dict, events: list) -> dict:
             checkpointer.discard_after(task["discard_after"])
         for step in task.get("save", []):
             content = state(comm, elements, step + task.get("seed", 0))
-            checkpointer.save(step, content, overwrite=task.get("overwrite", False))
+            metrics = task.get("metrics", {}).get(str(step))
+            checkpointer.save(step, content, metrics=metrics, overwrite=task.get("overwrite", False))
             time.sleep(task.get("pause", 0.0))
         steps = checkpointer.all_steps()
     return {"restored": found, "steps": steps}

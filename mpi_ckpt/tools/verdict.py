@@ -1,0 +1,69 @@
+"""What `verify` finds out about a step, and how it says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpi_ckpt.errors import CheckpointError, CorruptShard, RemoteFailed
+from mpi_ckpt.storage.places import Directory, Place
+from mpi_ckpt.tools import text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one step: its size in bytes, and every fault.
+
+    `elsewhere`, in the directories of nodes: the ranks of whose files nothing lies there, which is no fault.
+    """
+
+    step: int
+    directory: Directory
+    nbytes: int
+    faults: list[CheckpointError]
+    elsewhere: tuple[int, ...] = ()
+
+    @property
+    def intact(self) -> bool:
+        """True when every file is what the manifest says."""
+        return not self.faults
+
+    def print(self) -> None:
+        """For people."""
+        print(f"step {self.step:8d}  {text.size(self.nbytes):>10}  {'intact' if self.intact else 'DAMAGED'}")
+        for fault in self.faults:
+            print(f"  {fault}")
+        if self.elsewhere:
+            ranks = ", ".join(map(str, self.elsewhere[:16])) + (", ..." if len(self.elsewhere) > 16 else "")
+            print(f"  on other nodes: what rank{'s' * (len(self.elsewhere) > 1)} {ranks} saved")
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        faults = [
+            {"kind": type(f).__name__, "path": f.path, "rank": f.rank, "found": f.found, "expected": f.expected}
+            | {"message": str(f)}
+            for f in self.faults
+        ]
+        found = {"step": self.step, "nbytes": self.nbytes, "intact": self.intact, "faults": faults}
+        return found | {"elsewhere": list(self.elsewhere)}
+
+
+def fault_of(check: Callable[[], object], path: Place, rank: int) -> CheckpointError | None:
+    """**Local.** What `check`, which reads a file of `rank`, finds wrong with it, if anything. Raises RemoteFailed."""
+    try:
+        check()
+    except RemoteFailed:
+        raise
+    except CheckpointError as fault:
+        return fault
+    except OSError as error:
+        return CorruptShard(
+            "a file cannot be read",
+            path=path,
+            rank=rank,
+            found=error,
+            expected="a readable file",
+            action="Look at the disk and the file's permissions, or bring the file back from a copy.",
+        )
+    return None
