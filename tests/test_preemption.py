@@ -109,11 +109,22 @@ def test_before_the_first_step_it_leaves_without_a_checkpoint(launch):
     assert events(run, "preemption") == [{"step": 0, "reason": "SIGUSR1"}]
 
 
-def wait_until_it_takes_signals(job: Job) -> None:
+def test_asked_when_it_is_over_it_is_finished(launch):
+    job = launch.start(2, "-m", "mpi_ckpt.train", "--run-dir", "run", "--steps", "2")
+    wait_until_it_takes_signals(job, 2)
+    while job.process.poll() is None:  # to its very end, which Python spends in giving signals back their default
+        for pid in job.ranks() if "resume verified" in job.output() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.002)
+    assert job.wait().status == FINISHED
+
+
+def wait_until_it_takes_signals(job: Job, many: int = RANKS) -> None:
     deadline = time.monotonic() + HANG
     while time.monotonic() < deadline:
         ranks = job.ranks()
-        if len(ranks) == RANKS and all(map(takes_signals, ranks)):
+        if len(ranks) == many and all(map(takes_signals, ranks)):
             return
         time.sleep(0.001)
     raise AssertionError(job.output())

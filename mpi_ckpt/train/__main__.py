@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         outcome = status.of(error)
         if error.silent or isinstance(error, RankSilent):  # not all ranks will come
             abort(comm, outcome)
+    signals.retire()
     leave_together(comm, outcome)
 
 

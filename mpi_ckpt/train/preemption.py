@@ -47,6 +47,11 @@ class Signals:
         threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
         return self
 
+    def retire(self) -> None:
+        """The run is over: a SIGUSR1 has nothing left to ask for. At its exit Python would give it back its default
+        effect, which ends the process with a status that speaks of a kill."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
     def _listen(self, read: int) -> None:
         while received := os.read(read, 1):
             number = received[0]
