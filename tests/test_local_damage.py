@@ -238,6 +238,33 @@ def test_a_file_that_the_disk_cannot_read_is_lost_like_a_damaged_one(comm, share
     assert {"rank00001.h5", "rank00003.h5"} <= {*cluster.named("rebuild")[-1]["rebuilt"]}
 
 
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize("damaged", ["a", "c", "d"])
+@pytest.mark.parametrize("lost", ["node", "descriptor"])
+def test_parity_is_never_made_from_damaged_data(comm, shared_path, damaged, lost):
+    cluster = Cluster(comm, shared_path, "rs:2+2")
+    cluster.save("abcd", 10)
+
+    def files() -> dict[str, bytes]:
+        comm.barrier()
+        return {name: data for name, data in contents(shared_path / "nodes").items() if "/rank" in name}
+
+    before = files()
+    comm.barrier()
+    if comm.rank == 0:
+        file = of_step(cluster, damaged) / f"rank0000{'abcd'.index(damaged)}.h5"
+        data = bytearray(file.read_bytes())
+        data[len(data) * 7 // 10] ^= 1
+        file.write_bytes(data)
+        if lost == "descriptor":
+            (of_step(cluster, "b") / "rank00001.redundancy.json").unlink()
+    if lost == "node":
+        cluster.lose("b")
+    comm.barrier()
+    assert cluster.restore("abcd") == 10
+    assert files() == before
+
+
 # -- shards that are fetched for a while -------------------------------------------------------------------------------
 
 

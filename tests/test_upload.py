@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from mpi_ckpt import Checkpointer
+from mpi_ckpt.errors import RemoteFailed
 from mpi_ckpt.storage.object_store import open_store
 from mpi_ckpt.storage.remote_steps import committed_remotely, list_remote, read_upload_manifest
 from mpi_ckpt.tools.verify import verify_remote
@@ -217,6 +218,9 @@ def test_of_two_launches_that_upload_to_one_place_the_earlier_one_is_told_and_ch
             before = read_upload_manifest(open_store(place), 10)
             first.save(20, {"x": np.full(9, 1.0)})
             assert "another launch uploads to the same place" in until_said("upload_failed")["error"]
+            with pytest.raises(RemoteFailed, match="another launch uploads to the same place"):
+                first.discard_after(5)
+            assert first.all_steps() == [10, 20], "here nothing is gone either"
     assert read_upload_manifest(open_store(place), 10) == before
     assert is_whole(Remote(place), 10)
 

@@ -29,7 +29,7 @@ from mpi_ckpt.redundancy.descriptor import descriptor_name, read_descriptor
 from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.rebuild import rebuild
 from mpi_ckpt.redundancy.recovery import Place, Report
-from mpi_ckpt.redundancy.survey import survey
+from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.names import manifest_path
 from mpi_ckpt.storage.shard_check import verify_file
@@ -199,9 +199,12 @@ def make_whole(
     losses than those that could be formed now give way to new ones. Raises LostBeyondScheme, CorruptShard.
     """
     directory, save_id, records = tier.directory(manifest.step), manifest.save_id, manifest.shards
-    read = _share(council, Place(tier.domain, str(directory)), manifest.world_size) if verify else range(0)
-    found = council.everywhere(lambda: survey(directory, save_id, records, verify=read))
-    report = rebuild(council, directory, found, tier.domain, save_id=save_id, records=records)
+
+    def look(verify: bool) -> Found:
+        read = _share(council, Place(tier.domain, str(directory)), manifest.world_size) if verify else range(0)
+        return council.everywhere(lambda: survey(directory, save_id, records, verify=read))
+
+    report = rebuild(council, directory, look, tier.domain, save_id=save_id, records=records, verify=verify)
     if manifest.world_size == council.size and _could_be_stronger(council, tier, directory, manifest):
         report = _protect_anew(council, tier, directory, manifest, report)
     done = {name: list(getattr(report, name)) for name in ("moved", "rebuilt", "encoded", "weak")}

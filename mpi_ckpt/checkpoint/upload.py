@@ -97,7 +97,9 @@ class Upload:
         of them is committed there again. Raises RemoteFailed."""
         self._queue.forget_after(step)
         with self._publishing:
-            remote.discard_after(open_store(self._options.url), step)
+            store = open_store(self._options.url)
+            self._claim_or_check(store)  # a successor's steps are not this launch's to delete
+            remote.discard_after(store, step)
             yield
 
     def abandon(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpi_ckpt.comm.agreement import Council
@@ -19,25 +19,41 @@ from mpi_ckpt.storage.shard_check import hash_file
 
 
 def rebuild(
-    council: Council, directory: Path, found: Found, domain: str, *, save_id: str, records: Sequence[ShardRecord]
+    council: Council,
+    directory: Path,
+    look: Callable[[bool], Found],
+    domain: str,
+    *,
+    save_id: str,
+    records: Sequence[ShardRecord],
+    verify: bool = False,
 ) -> Report:
     """**Collective.** Bring the files of each rank of the save into the `directory` of the node it now runs on.
 
-    `found` is what `survey` saw there; `domain` the failure domain of this rank, by any name; `records` are the save's
-    shards by rank. A file that lies on another node is sent from there, one that lies on none is made again by the
-    group's scheme, parity too; descriptors name the present domains. Data that lie somewhere need no descriptor. Data
-    are compared by sha256 before they get their name. Works for any number of ranks (`recovery`); copies that lie
-    elsewhere are left there.
+    `look(verify)`, collective, gives what `survey` sees there, having read every file or not; `domain` is the failure
+    domain of this rank, by any name; `records` are the save's shards by rank. Files are read with `verify`, and where
+    parity has to be made that could be compared with nothing.
+
+    A file that lies on another node is sent from there, one that lies on none is made again by the group's scheme,
+    parity too; descriptors name the present domains. Data that lie somewhere need no descriptor. Data are compared by
+    sha256 before they get their name. Works for any number of ranks (`recovery`); copies that lie elsewhere are left
+    there.
 
     Raises, the same on all ranks, LostBeyondScheme when the scheme cannot give a file back; CorruptShard when a file
-    that was made again is not what was saved, because another one is damaged: then `survey` with `verify`;
+    that was made again is not what was saved, because another one is damaged: then again with `verify`;
     CheckpointError when a disk fails. No new file is left then.
     """
     directory = Path(directory)
     place = Place(domain, str(directory))
     telling = council.agree(lambda: place, speakers)
-    vote = Vote(place, found if council.rank in telling else Found(damaged=found.damaged))
-    plan = council.agree(lambda: vote, lambda votes: plan_recovery(votes, save_id, records))
+
+    def planned(found: Found) -> Recovery:
+        vote = Vote(place, found if council.rank in telling else Found(damaged=found.damaged))
+        return council.agree(lambda: vote, lambda votes: plan_recovery(votes, save_id, records))
+
+    plan = planned(found := look(verify))
+    if plan.is_unchecked and not verify:
+        plan = planned(found := look(True))
     mine = {key: directory / plan.names[key] for key, host in plan.targets.items() if host == council.rank}
     written: dict[FileKey, tuple[ParityPiece, ...]] = {}
     extra_time = 2 * sum(map(plan.nbytes, plan.targets)) / SLOW_DISK

@@ -77,6 +77,11 @@ class Recovery:
     parity: dict[FileKey, tuple[ParityPiece, ...]] = field(default_factory=dict)
     report: Report = Report()
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether parity is made that nothing tells of any more: it is right only if all that it is made from is."""
+        return any(key.kind == PARITY and key not in self.parity for key in self.targets)
+
     def nbytes(self, key: FileKey) -> int:
         """The size of a file."""
         group = self.groups[key.group]
