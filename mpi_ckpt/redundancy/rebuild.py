@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard
-from mpi_ckpt.redundancy.descriptor import ParityPiece, write_descriptor
+from mpi_ckpt.redundancy.descriptor import Member, ParityPiece, write_descriptor
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA, PARITY
 from mpi_ckpt.redundancy.protect import SLOW_DISK, carry_out, undone
@@ -75,25 +75,27 @@ def _write(
         carry_out(council, plan.combinations, files)
         pieces = files.finish({key: plan.nbytes(key) for key in targets})
     for key, path in targets.items():
-        _verify(plan, key, path, pieces[key])
+        member = plan.groups[key.group].members[key.member]
+        if key.kind == DATA:
+            verify_rebuilt(path, member)
+        else:  # parity that was moved is what was sent
+            _compare(path, member, pieces[key], plan.parity.get(key, pieces[key]))
     return pieces
 
 
-def _verify(plan: Recovery, key: FileKey, path: Path, pieces: tuple[ParityPiece, ...]) -> None:
-    """Data are read back and compared with what was saved, parity that was moved with what was sent."""
-    found: object
-    expected: object
-    if key.kind == DATA:
-        found, expected = hash_file(path)[0], plan.groups[key.group].members[key.member].sha256
-    else:
-        found, expected = pieces, plan.parity.get(key, pieces)
+def verify_rebuilt(path: Path, member: Member) -> None:
+    """**Local.** Read a member's data back from `path`, a temporary name. Raises CorruptShard where they are others."""
+    _compare(path, member, f"sha256 {hash_file(path)[0]}", f"sha256 {member.sha256}")
+
+
+def _compare(path: Path, member: Member, found: object, expected: object) -> None:
     if found != expected:
         raise CorruptShard(
             "a file that redundancy gave back is not what was saved",
             path=names.published(path),
-            rank=plan.groups[key.group].members[key.member].rank,
-            found=f"sha256 {found}" if key.kind == DATA else found,
-            expected=f"sha256 {expected}" if key.kind == DATA else expected,
+            rank=member.rank,
+            found=found,
+            expected=expected,
             action="A file that it was made from is damaged: find it by `verify`, and repair again without it.",
         )
 

@@ -16,16 +16,16 @@ import numpy as np
 from mpi_ckpt.checkpoint.local_holdings import Copy
 from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.comm.exchange import exchange
-from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, NoCheckpoint
+from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint
 from mpi_ckpt.redundancy.coverage import LostBeyondScheme
 from mpi_ckpt.redundancy.descriptor import ParityPiece, parity_name
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA
+from mpi_ckpt.redundancy.rebuild import verify_rebuilt
 from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Vote, plan_recovery
 from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
-from mpi_ckpt.storage.shard_check import hash_file
 from mpi_ckpt.tools.locate import are_of_node, checkpoints_root, naming_runs
 
 logger = logging.getLogger(__name__)
@@ -149,17 +149,16 @@ def best(nodes: Sequence[Path], saves: Sequence[ShardManifest]) -> tuple[Sight, 
     A node that was away for a while brings one along that the others have replaced since, or never had. Raises
     LostBeyondScheme, of the first one, where none can be had.
     """
-    lost: LostBeyondScheme | None = None
+    lost: list[LostBeyondScheme] = []
     for manifest in saves:
         sight = look(nodes, manifest)
         try:
             return sight, sight.plan()
         except LostBeyondScheme as error:
-            lost = lost or error
+            lost.append(error)
             if len(saves) > 1:
                 logger.warning("step %d: of save %s too little is left: %s", manifest.step, manifest.save_id, error)
-    assert lost is not None, "a step has a save"
-    raise lost
+    raise lost[0]
 
 
 def choose(nodes: Sequence[Path], copies: Sequence[ShardManifest]) -> ShardManifest:
@@ -193,7 +192,7 @@ def make_again(
         pieces = files.finish({key: plan.nbytes(key) for key in targets})
     for key, path in targets.items():
         if key.kind == DATA:
-            _verify(path, plan.groups[key.group].members[key.member].sha256)
+            verify_rebuilt(path, plan.groups[key.group].members[key.member])
     return pieces
 
 
@@ -202,15 +201,3 @@ def _only(combination: Combination, wanted: Iterable[FileKey]) -> Combination:
     chosen = [i for i, part in enumerate(combination.targets) if part.file in wanted]
     targets = tuple(combination.targets[i] for i in chosen)
     return replace(combination, targets=targets, factors=tuple(combination.factors[i] for i in chosen))
-
-
-def _verify(path: Path, sha256: str) -> None:
-    found = hash_file(path)[0]
-    if found != sha256:
-        raise CorruptShard(
-            "a file that redundancy gave back is not what was saved",
-            path=names.published(path),
-            found=f"sha256 {found}",
-            expected=f"sha256 {sha256}",
-            action="A file that it was made from changed meanwhile: see what writes there, and try again.",
-        )

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+from mpi_ckpt.checkpoint.arguments import parse_bytes
 
 
 def size(nbytes: int) -> str:
@@ -28,12 +24,10 @@ def size(nbytes: int) -> str:
 
 def parse_size(text: str) -> int:
     """Bytes from '5GB' (10^9), '5GiB' (2^30) or '5000000'. Raises argparse.ArgumentTypeError."""
-    match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    nbytes = int(float(match[1]) * unit) if match and unit else 0
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a size such as 5GB, 500MB or 2GiB")
-    return nbytes
+    try:
+        return parse_bytes("size", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def age(created: str, now: datetime | None = None) -> str:
