@@ -11,12 +11,15 @@ import pytest
 
 from mpi_ckpt import CheckpointError, cli
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer
-from mpi_ckpt.train import console
+from mpi_ckpt.storage.run_file import same_run
+from mpi_ckpt.train import console, status
 from mpi_ckpt.train.config import ConfigError, Options
 from mpi_ckpt.train.metrics import MetricsFailed, MetricsLog
 from tests.checkpoints import flip, raised
 from tests.launch import Launcher
-from tests.training import events, wait_for_step
+from tests.ranks import contents
+from tests.tool_cases import verb
+from tests.training import events, losses, wait_for_step
 
 RANKS = 2
 
@@ -77,15 +80,31 @@ def test_what_reshard_writes_the_trainer_takes_as_its_own_and_a_bare_root_it_ref
     launch.train(3, "--run-dir", "bare", "--steps", "22").check()
 
 
+def test_a_run_whose_directory_is_lost_goes_on_from_the_nodes_with_their_copy_of_its_file(launch):
+    flags = "--run-dir", "demo", "--local", "nodes/{domain}", "--ckpt-every", "5steps"
+    env = {"MPI_CKPT_DOMAIN": "n{rank}"}
+    launch.train(RANKS, *flags, "--steps", "12", env=env).check()
+    before = (launch.cwd / "demo" / "run.json").read_bytes()
+    shutil.rmtree(launch.cwd / "demo")
+    assert launch.train(RANKS, *flags, "--steps", "20", env=env).status == 2
+    (launch.cwd / "demo").mkdir()
+    shutil.copy(launch.cwd / "nodes" / "n1" / "demo" / "run.json", launch.cwd / "demo")
+    assert (launch.cwd / "demo" / "run.json").read_bytes() == before
+    assert "after step 12 from the nodes" in launch.train(RANKS, *flags, "--steps", "20", env=env).check().stdout
+    launch.train(RANKS, "--run-dir", "whole", "--steps", "12").check()
+    launch.train(RANKS, "--run-dir", "whole", "--steps", "20").check()
+    assert losses(launch.cwd / "demo") == {s: x for s, x in losses(launch.cwd / "whole").items() if s > 12}
+
+
 def test_two_runs_of_one_name_that_meet_on_the_nodes_are_told_apart(launch):
     flags = "--local", "nodes/{domain}", "--redundancy", "single", "--steps", "2"
     env = {"MPI_CKPT_DOMAIN": "n{rank}"}
     launch.train(RANKS, "--run-dir", "a/demo", *flags, env=env).check()
     outcome = launch.train(RANKS, "--run-dir", "b/demo", *flags, env=env)
     assert outcome.status == 2
-    assert "a run of this name has checkpoints on the nodes already" in outcome.stderr
-    assert "(file nodes/{domain}/demo)" in outcome.stderr
-    assert "another --local, or another name of --run-dir" in outcome.stderr
+    assert "a run of this name has steps on the nodes already" in outcome.stderr
+    assert "steps beside nodes/n0/demo/run.json" in outcome.stderr
+    assert "another --local, or another name to --run-dir" in outcome.stderr
     assert not (launch.cwd / "b").exists()
     launch.train(RANKS, "--run-dir", "b/other", *flags, env=env).check()
 
@@ -174,3 +193,91 @@ def test_a_step_that_cannot_be_discarded_is_an_error_for_a_restart_would_take_it
         assert checkpointer.all_steps() == [1, 2, 3], "the highest first: no lower one is gone yet"
         assert checkpointer.discard_after(1) == [3, 2]
         assert checkpointer.all_steps() == [1]
+
+
+# -- a tier is one run's ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_runs(launch):
+    """The runs e, which has uploaded steps 10 and 20, and f, with another seed and steps of its own."""
+    far = f"file://{launch.cwd}/far"
+    launch.train(
+        2, "--run-dir", "e", "--seed", "1", "--steps", "20", "--ckpt-every", "10steps", "--remote", far
+    ).check()
+    launch.train(2, "--run-dir", "f", "--seed", "2", "--steps", "10").check()
+    return far, contents(launch.cwd / "far")
+
+
+def test_the_remote_tier_of_another_run_is_refused_and_left_as_it_is(launch, two_runs):
+    far, before = two_runs
+    outcome = launch.train(2, "--run-dir", "f", "--steps", "30", "--remote", far)
+    assert outcome.status == status.USAGE
+    assert "a tier holds another run's steps" in outcome.stderr
+    for name in ("push", "pull"):
+        said = verb(name, launch.cwd / "f", "--remote", far)
+        assert (said.status, "the remote tier is another run's" in said.err) == (2, True), said
+    assert contents(launch.cwd / "far") == before
+    assert verb("push", launch.cwd / "e" / "checkpoints", "--remote", far).status == 0
+
+
+def test_a_new_directory_does_not_become_that_of_a_run_whose_settings_it_contradicts(launch, two_runs):
+    far, before = two_runs
+    outcome = launch.train(2, "--run-dir", "g", "--seed", "3", "--remote", far)
+    assert outcome.status == status.USAGE
+    assert "seed is not what this run was started with" in outcome.stderr
+    assert not (launch.cwd / "g").exists()
+    assert contents(launch.cwd / "far") == before
+
+
+def test_a_run_that_was_made_longer_is_the_same(launch, two_runs):
+    launch.train(2, "--run-dir", "e", "--steps", "24", "--remote", two_runs[0]).check()
+    assert json.loads((launch.cwd / "far" / "run.json").read_text())["steps"] == 24
+
+
+def test_the_steps_of_a_run_of_the_same_name_on_the_nodes_are_refused(launch):
+    def train(run_dir, *more):
+        env = {"MPI_CKPT_DOMAIN": "{rank}"}
+        return launch.train(2, "--run-dir", run_dir, "--local", f"{launch.cwd}/n/{{domain}}", *more, env=env)
+
+    train("run", "--seed", "1", "--steps", "10").check()
+    launch.train(2, "--run-dir", "x/run", "--seed", "2", "--steps", "5").check()
+    outcome = train("x/run", "--steps", "20")
+    assert outcome.status == status.USAGE
+    assert "a tier holds another run's steps" in outcome.stderr
+    for copy in (launch.cwd / "n").glob("*/run/run.json"):  # as on nodes that only older launches have used
+        copy.unlink()
+    outcome = train("x/run", "--steps", "20")
+    assert outcome.status == status.USAGE
+    assert "step 10 is another run's" in outcome.stderr
+    assert "found seed 1; expected seed 2" in outcome.stderr
+    train("run", "--steps", "12").check()
+    assert len(list((launch.cwd / "n").glob("*/run/run.json"))) == 2
+
+
+@pytest.mark.parametrize("url", ["/tmp/far", "file://far", "s3://", "http://host/far"])
+def test_a_remote_tier_whose_url_is_none_is_bad_usage(url):
+    with pytest.raises(ConfigError, match="expected s3://bucket/prefix or file:///directory"):
+        Options(remote=url)
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({"settings": {"seed": 1}, "data": {}, "steps": 9}, True),
+        ({"settings": {"seed": 1, "new": 3}, "data": {}}, True),
+        ({"settings": {"seed": 1, "data": "/moved"}, "data": {}}, True),
+        ({"settings": {"seed": 2}, "data": {}}, False),
+        ({"settings": {"seed": 1, "model": {"n_embd": 64}}, "data": {}}, True),
+        ({"settings": {"seed": 1}, "data": {"sha256": "b"}}, True),
+        ({"settings": {"seed": 1}}, False),
+        ({"settings": [], "data": {}}, False),
+    ],
+)
+def test_what_makes_two_run_files_speak_of_one_run(other, same):
+    mine = {"settings": {"seed": 1, "data": "here"}, "data": {}, "steps": 5}
+    assert same_run(json.dumps(mine).encode(), json.dumps(other).encode()) is same
+    deep = {"settings": {"model": {"n_embd": 32}}, "data": {"sha256": "a"}}
+    assert not same_run(json.dumps(deep).encode(), json.dumps(deep | {"data": {"sha256": "b"}}).encode())
+    assert not same_run(json.dumps(deep).encode(), json.dumps(deep | {"settings": {"model": {"n_embd": 64}}}).encode())
+    assert not same_run(b"{", json.dumps(deep).encode())

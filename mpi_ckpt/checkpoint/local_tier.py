@@ -221,6 +221,19 @@ def steps_on_nodes(council: Council, options: LocalOptions) -> list[int]:
     )
 
 
+def keep_on_nodes(council: Council, options: LocalOptions, name: str, data: bytes) -> None:
+    """**Collective.** Write a file of the application's own beside the steps, on every node."""
+    place = options.place(council.rank)
+    leaders = council.agree(lambda: place, speakers)
+    path = Path(place.directory) / name
+
+    def write() -> None:
+        if council.rank in leaders and not (path.exists() and path.read_bytes() == data):
+            atomic.write_file(path, data)
+
+    council.everywhere(write)
+
+
 def _census(wanted: Scheme, places: list[Place]) -> Census:
     """Rank 0: who and how many there are. Who is protected less than was asked for hears of it before a save.
 

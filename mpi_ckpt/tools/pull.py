@@ -9,6 +9,7 @@ from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.remote_steps import find_remote, remote_manifest, remote_step
+from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import remote, status, text
 from mpi_ckpt.tools.locate import new_root
@@ -25,7 +26,6 @@ A run of the trainer has left its run.json in the remote tier: the step goes int
 comes along if it is not in RUN_DIR, so that the trainer goes on from there. From any other program the step goes into
 RUN_DIR itself, unless that has a directory `checkpoints`."""
 EXAMPLE = "python -m mpi_ckpt pull runs/demo --remote s3://bucket/demo --step 20"
-_RUN_FILE = "run.json"  # what a run of the trainer is
 
 
 def pull(store: ObjectStore, step: int, root: Path, advance: Advance = lambda nbytes: None) -> ShardManifest | None:
@@ -60,19 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
     store = remote.opened(arguments.remote)
     step = find_remote(store, arguments.step)[-1]
     run_file = _run_file(store, arguments.run_dir)
+    remote.check_same_run(store, arguments.run_dir)
     root = new_root(arguments.run_dir) if run_file is None else arguments.run_dir / "checkpoints"
     total = sum(shard.nbytes for shard in remote_manifest(store, step).shards)
     with progress("pull", total) as advance:
         pulled = pull(store, step, root, advance)
-    fetched = run_file is not None and not (arguments.run_dir / _RUN_FILE).exists()
+    fetched = run_file is not None and not (arguments.run_dir / RUN_FILE).exists()
     if run_file is not None and fetched:
-        atomic.write_file(arguments.run_dir / _RUN_FILE, run_file)
+        atomic.write_file(arguments.run_dir / RUN_FILE, run_file)
     directory = names.step_dir(root, step)
     if arguments.json:
         text.print_json({"step": step, "directory": str(directory), "fetched_nbytes": total if pulled else 0})
     else:
         what = text.size(total) if pulled else "nothing"
-        print(f"step {step} is in {directory}; {what}{f' and {_RUN_FILE}' * fetched} fetched")
+        print(f"step {step} is in {directory}; {what}{f' and {RUN_FILE}' * fetched} fetched")
     return status.WELL
 
 
@@ -80,5 +81,5 @@ def _run_file(store: ObjectStore, run_dir: Path) -> bytes | None:
     """**Local.** The trainer's own file in the store, unless `run_dir` is a checkpoints' own directory already."""
     if run_dir.name == "checkpoints" or names.list_steps(run_dir) or names.list_uncommitted(run_dir):
         return None
-    found = store.get(_RUN_FILE)
+    found = store.get(RUN_FILE)
     return None if found is None else found[0]

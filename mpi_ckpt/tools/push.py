@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Push; the exit status."""
     directory = find_whole(arguments.run_dir, arguments.step)
     store = remote.opened(arguments.remote)
+    remote.check_same_run(store, arguments.run_dir)
     transfer = Transfer(arguments.bandwidth, nice=0)
     with progress("push", size_of_files(directory)) as advance:
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mpi_ckpt.errors import RemoteRefused
+from mpi_ckpt.errors import RemoteRefused, UnusableOption
 from mpi_ckpt.storage.object_store import ObjectStore, check_url, open_store
+from mpi_ckpt.storage.run_file import RUN_FILE, same_run
 from mpi_ckpt.tools.nodes import add_local
 
 
@@ -30,6 +31,20 @@ def opened(url: str) -> ObjectStore:
     store = open_store(url)
     store.check()
     return store
+
+
+def check_same_run(store: ObjectStore, run_dir: Path) -> None:
+    """**Local.** Raise UnusableOption where the store holds another run of the trainer than `run_dir`, or the
+    directory above it, does."""
+    for path in (run_dir / RUN_FILE, run_dir.absolute().parent / RUN_FILE):
+        if path.is_file() and (there := store.get(RUN_FILE)) is not None and not same_run(path.read_bytes(), there[0]):
+            raise UnusableOption(
+                "the remote tier is another run's",
+                path=f"{store.url}/{RUN_FILE}",
+                found="other settings or data",
+                expected=f"those of {path}",
+                action="Name the --remote of this run, or the directory of that one.",
+            )
 
 
 def _url(text: str) -> str:

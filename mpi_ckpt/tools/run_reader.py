@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi_ckpt.errors import CheckpointError, NoCheckpoint
+from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.tools.history import History
 from mpi_ckpt.tools.metrics_file import FILE_NAME, MetricsFile
 
@@ -61,7 +62,7 @@ class RunReader:
     def _read_settings(self) -> None:
         """`run.json`, or a launch's settings where it cannot be read: what is shown of them is an extra."""
         try:
-            document = json.loads((self.run_dir / "run.json").read_bytes())
+            document = json.loads((self.run_dir / RUN_FILE).read_bytes())
         except (OSError, ValueError):
             document = None
         stored = document if isinstance(document, dict) else {}

@@ -10,8 +10,9 @@ from typing import Any
 
 from mpi_ckpt.checkpoint.arguments import parse_bytes
 from mpi_ckpt.checkpoint.cadence import Cadence, parse_duration
-from mpi_ckpt.errors import ExplainedError
+from mpi_ckpt.errors import ExplainedError, RemoteRefused
 from mpi_ckpt.model.config import ModelConfig
+from mpi_ckpt.storage.object_store import check_url
 from mpi_ckpt.train.inject import Injection
 
 EVAL_SAMPLES = 64  # held out by a run that evaluates and does not say how many
@@ -153,6 +154,16 @@ class Options:
                 self._parsed(name)
             except ValueError as error:
                 raise ConfigError(f"an option cannot be used: {error}", action="See --help.") from error
+        if self.remote is not None:
+            try:
+                check_url(self.remote)
+            except RemoteRefused as error:
+                raise ConfigError(
+                    f"remote cannot be used: {error.what}",
+                    found=error.found,
+                    expected=error.expected,
+                    action=error.action,
+                ) from error
 
     def _parsed(self, name: str) -> Any:
         """What the text of an option stands for. Raises ValueError."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer, Found
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.storage.manifest import ShardManifest
-from mpi_ckpt.train.config import Options
+from mpi_ckpt.storage.run_file import RUN_FILE, differing
+from mpi_ckpt.train.config import ConfigError, Options
 from mpi_ckpt.train.guard import Guard
 from mpi_ckpt.train.metrics import MetricsLog
 from mpi_ckpt.train.preemption import Attention
@@ -58,11 +59,24 @@ class Job:
                 self.trainer.state, step, world_size="any" if options.elastic else "same", on_damage=options.on_damage
             )
         if found is not None:
+            self._check_settings(found)
             saved = _mesh_of(found.manifest)
             if not options.elastic:
                 self.trainer.mesh.check_saved(saved)
             self.trainer.restored(saved)
         return found
+
+    def _check_settings(self, found: Found) -> None:
+        """Whichever tier the step came from: it has to be of this run."""
+        mine, theirs = self.plan.settings.to_json(), found.meta.get("settings", {})
+        if other := differing(mine, theirs):
+            raise ConfigError(
+                f"step {found.step} is another run's",
+                path=self.plan.run_dir / RUN_FILE,
+                found=", ".join(f"{key} {theirs[key]}" for key in other),
+                expected=", ".join(f"{key} {mine[key]}" for key in other),
+                action="Give each run a --run-dir, a --local and a --remote of its own.",
+            )
 
     def about(self, metrics: dict[str, float]) -> dict[str, Any]:
         """What a checkpoint says beside the state: the options of `Checkpointer.save`."""

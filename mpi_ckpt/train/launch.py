@@ -13,7 +13,7 @@ from mpi_ckpt.checkpoint.sharded import verify_resume
 from mpi_ckpt.comm.agreement import DEFAULT_TIMEOUT, Council
 from mpi_ckpt.parallel.mesh import Mesh
 from mpi_ckpt.storage import names
-from mpi_ckpt.train import checks, console, far, preemption, rollback, status
+from mpi_ckpt.train import checks, console, preemption, rollback, run_copies, status
 from mpi_ckpt.train.config import ConfigError, Options, Settings
 from mpi_ckpt.train.data import Dataset, open_dataset
 from mpi_ckpt.train.guard import Guard
@@ -22,7 +22,6 @@ from mpi_ckpt.train.loop import train
 from mpi_ckpt.train.metrics import MetricsLog
 from mpi_ckpt.train.run import (
     CHECKPOINTS,
-    RUN_FILE,
     Plan,
     check_apart,
     choose_directory,
@@ -54,12 +53,14 @@ def run(
 
     def plan_it() -> Plan:
         on_nodes = steps_on_nodes(council, nodes) if nodes else ()
-        return council.share(lambda: plan_launch(run_dir, explicit, steps, options, mesh.data.size, on_nodes))
+        return council.share(lambda: plan_launch(run_dir, explicit, steps, options, mesh.data.size, run_file, on_nodes))
 
     # What cannot work is refused here: nothing was made yet.
     nodes = LocalOptions.of(local_directory(run_dir, options), redundancy=options.redundancy)
     council.everywhere(lambda: check_apart(run_dir, nodes.place(comm.rank).directory) if nodes else None)
-    council.share(lambda: far.fetch(run_dir / RUN_FILE, options.remote))
+    run_file = council.share(lambda: run_copies.find(run_dir, options.remote))
+    if nodes:
+        run_copies.check_nodes(council, run_dir, run_file, nodes)
     plan = plan_it()
     mesh.check_model(plan.settings.model.n_head)
     data = council.everywhere(lambda: _open_data(plan))
@@ -81,7 +82,6 @@ def run(
         log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
         attention = council.everywhere(lambda: preemption.Attention(signals, run_dir, clock, leads=comm.rank == 0))
         council.share(lambda: store(plan, data.identity))
-        council.share(lambda: far.keep(run_dir / RUN_FILE, options.remote))
 
         def build() -> Trainer:
             return Trainer.build(comm, plan.settings, data, mesh)
@@ -91,6 +91,7 @@ def run(
         )
         watchdog.on_hang = lambda seconds: job.event("hang", job.progress["step"], seconds=seconds)
         first = _resume(job) + 1
+        run_copies.keep(council, run_dir, options.remote, nodes)  # not before it is known whose steps lie there
         job.event("launch", first - 1, ranks=comm.size, mesh=mesh.shape, settings=plan.settings.to_json())
         outcome = _train(job, first)
     watchdog.close()

@@ -16,10 +16,10 @@ from typing import Any
 from mpi_ckpt.checkpoint import steps as step_directories
 from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.train.config import ConfigError, Options, Settings, resolve
 from mpi_ckpt.train.data import DataIdentity
 
-RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 DEFAULT_STEPS = 20
 
@@ -78,13 +78,16 @@ def plan_launch(
     steps: int | None,
     options: Options,
     ranks: int,
+    run_file: bytes | None,
     on_nodes: Sequence[int] = (),
 ) -> Plan:
     """**Local.** What to do in `run_dir`; `on_nodes` are the steps that lie on nodes, wherever else.
 
+    `run_file` is a copy of the run's own file, for a directory that has lost it.
+
     Raises ConfigError when the request and what lies there do not agree.
     """
-    stored = _read(run_dir)
+    stored = _read(run_dir) or (_parse(run_file, run_dir / RUN_FILE) if run_file else None)
     _check_no_bare_steps(run_dir)
     committed = sorted({*on_nodes, *Tiers(run_dir / CHECKPOINTS, options.remote).list_steps()})
     anything = committed or step_directories.list_set_aside(run_dir / CHECKPOINTS)
@@ -97,7 +100,7 @@ def plan_launch(
             action="Give another --run-dir, or continue with --resume auto.",
         )
     if anything and stored is None:
-        raise _without_settings(run_dir, options, on_nodes)
+        raise _without_settings(run_dir)
     _check_resume_step(run_dir, committed, options)
     _check_steps(run_dir, committed, steps, options)
     settings = resolve(explicit, stored.settings if stored else None, ranks)
@@ -123,17 +126,7 @@ def plan_launch(
     )
 
 
-def _without_settings(run_dir: Path, options: Options, on_nodes: Sequence[int]) -> ConfigError:
-    """There are steps, and `run.json` is not there. Runs of one name may have met in the directories of the nodes."""
-    if on_nodes:
-        return ConfigError(
-            "a run of this name has checkpoints on the nodes already, and this directory is not that run's",
-            path=local_directory(run_dir, options),
-            found=f"step {on_nodes[-1]} there, and no {run_dir / RUN_FILE}",
-            expected="the file that the run's first launch wrote, or no steps",
-            action="Start a new run with another --local, or another name of --run-dir; to go on with that one, name "
-            f"its directory, or copy its {RUN_FILE} into this one.",
-        )
+def _without_settings(run_dir: Path) -> ConfigError:
     return ConfigError(
         "the directory holds checkpoints, but not the settings of their run",
         path=run_dir / RUN_FILE,
@@ -204,12 +197,17 @@ class _Stored:
 def _read(run_dir: Path) -> _Stored | None:
     path = run_dir / RUN_FILE
     try:
-        document = json.loads(path.read_text())
+        return _parse(path.read_bytes(), path)
+    except FileNotFoundError:
+        return None
+
+
+def _parse(data: bytes, path: Path) -> _Stored:
+    try:
+        document = json.loads(data)
         return _Stored(
             Settings.from_json(document["settings"]), int(document["steps"]), DataIdentity(**document["data"])
         )
-    except FileNotFoundError:
-        return None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "the settings of the run cannot be read",
