@@ -12,6 +12,11 @@ from mpi_ckpt import Checkpointer, PerRank, Shard, shard_range
 ELEMENTS = 50_000
 
 
+def leave_on_nodes(checkpointer: Checkpointer) -> None:
+    """**Local.** As where a launch dies before its end: what is on the nodes alone stays there alone."""
+    checkpointer._saving.share_newest = lambda: None
+
+
 class Cluster:
     """A launch after the other on "nodes", directories below `path`: rank r runs in the failure domain of[r]."""
 
@@ -20,11 +25,15 @@ class Cluster:
         self.options = {"redundancy": redundancy, "shared_every": 100, "async_io": False, "timeout": 20.0} | options
         self.events: list[dict] = []
 
-    def open(self, of: str, comm=None, **options) -> Checkpointer:
+    def open(self, of: str, comm=None, *, ends: bool = False, **options) -> Checkpointer:
+        """**Collective.** A launch's checkpointer; one that `ends` well copies its last save to the shared tier."""
         comm = comm or self.comm
         domain = of.split()[comm.rank] if " " in of else of[comm.rank]
         options = {"local": f"{self.path}/nodes/{{domain}}", "domain": domain} | self.options | options
-        return Checkpointer(self.path / "shared", comm, on_event=self.events.append, **options)
+        checkpointer = Checkpointer(self.path / "shared", comm, on_event=self.events.append, **options)
+        if not ends:
+            leave_on_nodes(checkpointer)
+        return checkpointer
 
     def state(self, step: int | None, comm=None) -> dict:
         """This rank's part at a step; NaN where it is to be restored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 
 from mpi_ckpt import Checkpointer, PerRank
-from mpi_ckpt.errors import CheckpointError, DirectoryInUse, MissingShard, SaveFailed, StepExists, UnusableOption
+from mpi_ckpt.errors import (
+    CheckpointError,
+    CorruptShard,
+    DirectoryInUse,
+    MissingShard,
+    SaveFailed,
+    StepExists,
+    UnusableOption,
+)
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
 from tests.cluster import Cluster
@@ -141,6 +150,54 @@ def test_retention_of_the_nodes_and_the_rhythm_of_the_shared_tier_over_restarts(
     assert names.list_steps(cluster.node("a")) == names.list_steps(cluster.node("b")) == [6, 7]
     assert names.list_steps(shared_path / "shared") == [3, 6]
     assert read_manifest(cluster.node("a") / "step_00000007").save_count == 7
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize("async_io", [False, True])
+def test_the_last_save_of_a_launch_that_ends_well_goes_to_the_shared_tier(comm, shared_path, async_io):
+    cluster = Cluster(comm, shared_path, shared_every=3, remote=f"file://{shared_path}/far", async_io=async_io)
+    with cluster.open("abcd", ends=True) as checkpointer:
+        for step in (10, 20, 30, 40, 50):
+            checkpointer.save(step, cluster.state(step), meta={"at": step})
+    assert names.list_steps(shared_path / "shared") == [30, 50]
+    assert names.list_steps(cluster.node("a")) == [40, 50]
+    assert [event["tier"] for event in cluster.named("commit") if event["step"] == 50] == ["local", "shared"]
+    near, far = read_manifest(cluster.node("a") / "step_00000050"), read_manifest(shared_path / "shared/step_00000050")
+    assert (far.save_id, far.shards, far.meta, far.save_count) == (near.save_id, near.shards, {"at": 50}, 5)
+    for record in far.shards:
+        assert hashlib.sha256((shared_path / "shared/step_00000050" / record.path).read_bytes()).hexdigest() == (
+            record.sha256
+        )
+    assert (shared_path / "far/step_00000050/upload_manifest.json").exists()
+    cluster.lose("a", "b", "c", "d")
+    assert cluster.restore("abcd") == 50
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_what_was_discarded_or_not_saved_by_this_launch_is_not_copied_at_its_end(comm, shared_path):
+    cluster = Cluster(comm, shared_path)
+    with cluster.open("ab", ends=True) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step, cluster.state(step), shared=step == 10)
+        assert checkpointer.discard_after(10) == [20]
+    assert names.list_steps(shared_path / "shared") == [10]
+    with cluster.open("ab", ends=True) as checkpointer:
+        assert checkpointer.restore(cluster.state(None)).step == 10
+    assert names.list_steps(shared_path / "shared") == [10]
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_a_last_save_that_cannot_be_copied_is_an_error_on_every_rank(comm, shared_path):
+    cluster = Cluster(comm, shared_path)
+    checkpointer = cluster.open("ab", ends=True)
+    checkpointer.save(10, cluster.state(10))
+    if comm.rank == 1:
+        path = cluster.node("b") / "step_00000010/rank00001.h5"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    error = error_of(comm, CorruptShard, checkpointer.close)
+    assert "step 10 is on the nodes, but not in the shared tier" in str(error)
+    same_everywhere(comm, str(error))
+    assert not [path for path in (shared_path / "shared").rglob("*") if path.suffix in (".h5", ".tmp")]
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")

@@ -73,12 +73,12 @@ class Checkpointer:
 
     `local`, a directory on every node's own disk, is a tier before `root`: every save goes there, protected by
     `redundancy` ('single', 'partner', 'xor', 'rs:k+m'; default 'xor') from the loss of nodes, and each
-    `shared_every`-th save of the run (default 10) goes to `root` as well; the newest `local_keep` steps (default 2)
-    stay on the nodes. What fails together, a failure domain, is the node, unless `domain` (a name, another one on each
-    rank perhaps) or $MPI_CKPT_DOMAIN says otherwise, where "{rank}" stands for the rank; in `local`, "{domain}" stands
-    for the domain. Where the ranks run in too few of them to protect each other, saves go on unprotected, with a
-    warning and an event. A restore makes again what lost nodes held, or says why it cannot, and takes the newest step
-    of any tier that it can.
+    `shared_every`-th save of the run (default 10) goes to `root` as well, as does the last one, at `close`; the newest
+    `local_keep` steps (default 2) stay on the nodes. What fails together, a failure domain, is the node, unless
+    `domain` (a name, another one on each rank perhaps) or $MPI_CKPT_DOMAIN says otherwise, where "{rank}" stands for
+    the rank; in `local`, "{domain}" stands for the domain. Where the ranks run in too few of them to protect each
+    other, saves go on unprotected, with a warning and an event. A restore makes again what lost nodes held, or says why
+    it cannot, and takes the newest step of any tier that it can.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Checkpointer:
 
         `meta` is small JSON of the application's own; `metrics` are numbers that retention may choose by; `index` maps
         names to `(start, shape)` intervals of the flat space that the state's 1-d arrays share. `shared` saves to the
-        shared tier too, whatever `shared_every` says: for the last step before nodes are given back. Raises StepExists
+        shared tier too, whatever `shared_every` says: for a step that must outlive the nodes. Raises StepExists
         unless `overwrite`; UnsupportedState or LayoutMismatch for a state that cannot be saved; SaveFailed when nothing
         was committed, here or by the save before this one.
         """
@@ -326,6 +326,7 @@ class Checkpointer:
         """
         self._begin_call()
         self.wait_until_finished()
+        self._saving.forget_after(step)
 
         def discard() -> list[int]:
             self._ownership.check_still()
@@ -372,13 +373,17 @@ class Checkpointer:
     def close(self) -> None:
         """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error.
 
-        Uploads have `upload_timeout` seconds to end, and raise nothing. Closing again does nothing.
+        With `local`, a last save that is on the nodes alone is copied to `root`: raises SaveFailed, or CorruptShard or
+        MissingShard of a node's file, where that cannot be. Uploads have `upload_timeout` seconds to end, and raise
+        nothing. Closing again does nothing.
         """
         if self._closed:
             return
         self._closed = True
         try:
             self.wait_until_finished()
+            self._commits.start_series(self._calls + 1)
+            self._saving.share_newest()
         finally:
             if self._upload is not None:
                 self._upload.close(self.upload_timeout)

@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.environment import environment
-from mpi_ckpt.checkpoint.snapshot import Snapshot
+from mpi_ckpt.checkpoint.snapshot import Description, Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage, ShardRecord
+from mpi_ckpt.storage.shard_stream import fetch_shard
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def commit(council: Council, request: Request, snapshot: Snapshot) -> float:
     failed: what was visible before is visible then, and this save's files go, at the latest with the next save.
     """
     place = prepare(council, request)
-    return finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
+    return finish(council, request, snapshot.description, place, lambda: write(request, snapshot, place))
 
 
 def prepare(council: Council, request: Request) -> Place:
@@ -103,14 +104,24 @@ def write(request: Request, snapshot: Snapshot, place: Place) -> Written:
 def write_image(request: Request, image: ShardImage, place: Place) -> Written:
     """**Local.** The same of a file that is laid out already."""
     began = time.monotonic()
-    record = image.write(place.temporary)
+    return _named(request, image.write(place.temporary), place, began)
+
+
+def _named(request: Request, record: ShardRecord, place: Place, began: float) -> Written:
     lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
     atomic.publish(place.temporary, place.path)
     return Written(record._replace(path=place.path.name), time.monotonic() - began)
 
 
+def copy(request: Request, file: Path, record: ShardRecord, place: Place) -> Written:
+    """**Local.** The same as `write`, from this rank's file of the same save in another tier."""
+    began = time.monotonic()
+    fetch_shard(file, record, place.temporary)
+    return _named(request, record, place, began)
+
+
 def finish(
-    council: Council, request: Request, snapshot: Snapshot, place: Place, written: Callable[[], Written]
+    council: Council, request: Request, saved: Description, place: Place, written: Callable[[], Written]
 ) -> float:
     """**Collective.** Vote and commit: `written` gives what this rank wrote, or raises what went wrong.
 
@@ -119,9 +130,9 @@ def finish(
     try:
         slowest = council.agree(
             work=written,
-            decide=lambda votes: _publish(request, place.attributes.save_id, snapshot, votes),
+            decide=lambda votes: _publish(request, place.attributes.save_id, saved, votes),
             otherwise=SaveFailed,
-            extra_time=snapshot.description.nbytes / _SLOW_DISK,
+            extra_time=saved.nbytes / _SLOW_DISK,
         )
     except OutcomeUnknown:
         raise
@@ -189,10 +200,10 @@ def _check_room(request: Request) -> None:
         )
 
 
-def _publish(request: Request, save_id: str, snapshot: Snapshot, votes: list[Written]) -> float:
+def _publish(request: Request, save_id: str, saved: Description, votes: list[Written]) -> float:
     """Rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
     lock.check_owner(request.root, request.launch_id)
-    manifest = manifest_of(request, save_id, snapshot.description.arrays, [vote.record for vote in votes])
+    manifest = manifest_of(request, save_id, saved.arrays, [vote.record for vote in votes])
     path = names.manifest_path(request.directory)
     before = path.read_bytes() if path.exists() else None  # the manifest that an overwrite replaces
     try:

@@ -20,7 +20,7 @@ from mpi_ckpt.checkpoint.opened import Opened, RestoreOptions, Template
 from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.errors import CheckpointError, SaveFailed
+from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, SaveFailed
 
 
 class Local:
@@ -85,7 +85,7 @@ class Local:
         """A save that fails in the shared tier stays on the nodes: the error says so."""
         try:
             yield
-        except SaveFailed as error:
+        except (SaveFailed, CorruptShard, MissingShard) as error:
             error.what = f"step {request.step} is on the nodes, but not in the shared tier: {error.what}"
             raise
 

@@ -74,7 +74,7 @@ def send_shards(
     )
 
 
-def fetch_shard(place: Place, record: ShardRecord, path: Path, advance: Advance) -> None:
+def fetch_shard(place: Place, record: ShardRecord, path: Path, advance: Advance = lambda nbytes: None) -> None:
     """**Local.** A shard into the file `path`, durable once this returns; a file that is there is a leftover, and goes.
 
     Raises MissingShard, CorruptShard, RemoteFailed; OSError from the disk. No file is left then.

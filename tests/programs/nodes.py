@@ -17,6 +17,7 @@ import time
 import numpy as np
 
 from mpi_ckpt import Checkpointer, PerRank, Shard, shard_range
+from tests.cluster import leave_on_nodes
 from tests.programs import told
 
 
@@ -59,6 +60,7 @@ def run(comm, task: dict, events: list) -> dict:
     with Checkpointer(
         task["root"], comm, local=task["local"], domain=domain, on_event=events.append, **options
     ) as checkpointer:
+        leave_on_nodes(checkpointer)
         if task.get("restore"):
             target = state(comm, task, -1)
             restored = checkpointer.restore(target, task.get("step"), world_size=task.get("world_size", "any"))
