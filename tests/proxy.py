@@ -16,6 +16,12 @@ from urllib.parse import unquote, urlsplit
 BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
+def answer(status: str, code: str) -> bytes:
+    """An error as S3 puts it."""
+    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>in words</Message></Error>'
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+
+
 @dataclass
 class Request:
     """One request as it passed: `sent` are the bytes of its body that came in, `fault` is what was done to it."""
@@ -32,8 +38,9 @@ class Request:
 
 
 # What is done to a request: None, "503", "reset" (both ways, before the body is through), "truncate" (the server gets
-# half of the body), "lost" (the server does it, and its answer is dropped), "cut" (half of the answer), or seconds.
-Decide = Callable[[Request], "str | float | None"]
+# half of the body), "lost" (the server does it, and its answer is dropped), "cut" (half of the answer), seconds, or
+# bytes: an answer in place of the server's.
+Decide = Callable[[Request], "str | bytes | float | None"]
 
 
 class Proxy:
@@ -91,8 +98,8 @@ class Proxy:
             request.sent = len(body)
         if fault == "reset":
             return _reset(client)
-        if fault == "503":
-            client.sendall(BUSY)
+        if fault == "503" or isinstance(fault, bytes):
+            client.sendall(BUSY if fault == "503" else fault)
             return None
         head = re.sub(rb"(?im)^connection:.*\r\n", b"", head) + b"Connection: close\r\n\r\n"
         with socket.create_connection((self._server.hostname, self._server.port)) as server:

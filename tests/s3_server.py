@@ -22,6 +22,7 @@ KEYS = {
     "AWS_SECRET_ACCESS_KEY": "secretsecretsecret01",
     "AWS_REGION": "us-east-1",
 }
+READER = {"AWS_ACCESS_KEY_ID": "ACCESSKEYID02", "AWS_SECRET_ACCESS_KEY": "secretsecretsecret02"}  # may only read
 
 
 def find_server() -> str | None:
@@ -31,8 +32,8 @@ def find_server() -> str | None:
 
 @contextlib.contextmanager
 def s3_server(program: str, *, volume_mib: int = 64, volumes: int = 50, below: Path | None = None) -> Iterator[str]:
-    """The endpoint of a server that takes KEYS and makes a bucket when something is put into it; it holds so many
-    volumes in a temporary directory, `below` if given."""
+    """The endpoint of a server that takes KEYS, or READER to read, and makes a bucket when something is put into it; it
+    holds so many volumes in a temporary directory, `below` if given."""
     base, directory = _free_ports(), Path(tempfile.mkdtemp(prefix="mpi_ckpt-s3-", dir=below)).resolve()
     try:
         with _serving(program, base, directory, volume_mib, volumes):
@@ -46,13 +47,19 @@ def s3_server(program: str, *, volume_mib: int = 64, volumes: int = 50, below: P
 
 @contextlib.contextmanager
 def _serving(weed: str, base: int, directory: Path, volume_mib: int, volumes: int) -> Iterator[None]:
-    identity = {
-        "name": "test",
-        "credentials": [{"accessKey": KEYS["AWS_ACCESS_KEY_ID"], "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
+    identities = [
+        {
+            "name": name,
+            "credentials": [{"accessKey": keys["AWS_ACCESS_KEY_ID"], "secretKey": keys["AWS_SECRET_ACCESS_KEY"]}],
+            "actions": actions,
+        }
+        for name, keys, actions in (
+            ("test", KEYS, ["Admin", "Read", "Write", "List", "Tagging"]),
+            ("reader", READER, ["Read", "List"]),
+        )
+    ]
     config = directory / "s3.json"
-    config.write_text(json.dumps({"identities": [identity]}))
+    config.write_text(json.dumps({"identities": identities}))
     options = {
         **{"dir": directory, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "master.telemetry": "false"},
         **{"master.port": base + 1, "volume.port": base + 2, "filer.port": base + 4, "s3.port": base + 3},

@@ -49,6 +49,8 @@ def test_they_survive_a_launcher_that_combines_them_bit_by_bit():
         (errors.NoCheckpoint("x"), status.DAMAGED),
         (errors.LayoutMismatch("x"), status.USAGE),
         (errors.UnusableOption("x"), status.USAGE),
+        (errors.RemoteRefused("x"), status.USAGE),  # what only the user can change
+        (errors.RemoteFailed("x"), status.FAILED),
         (errors.SaveFailed("x"), status.FAILED),
         (errors.DirectoryInUse("x"), status.FAILED),
     ],

@@ -25,8 +25,10 @@ from mpi_ckpt.storage.remote_steps import committed_remotely, list_remote, read_
 from mpi_ckpt.tools.verify import verify_remote
 from tests.checkpoints import manifest_of
 from tests.launch import HANG, ROOT
-from tests.proxy import Proxy
+from tests.proxy import Proxy, answer
+from tests.ranks import contents
 from tests.s3 import Remote
+from tests.s3_server import READER
 from tests.storage_cases import save_shard, to_write
 
 PROGRAM = ("-m", "tests.programs.uploader")
@@ -194,35 +196,108 @@ def test_a_repeated_step_never_puts_bytes_under_a_live_manifest(job, remote):
         assert len({key for key in keys if first.save_id in key} & {key for key in keys if second.save_id in key}) == 0
 
 
-@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
-def test_of_two_launches_that_upload_to_one_place_the_earlier_one_is_told_and_changes_nothing(comm, shared_path):
-    place, said = f"file://{shared_path}/far", []
+@pytest.fixture
+def place(shared_path) -> str:
+    return f"file://{shared_path}/far"
 
-    def until_said(event: str) -> dict[str, Any]:
+
+class Watched:
+    """A checkpointer on one rank with the events that it reports."""
+
+    def __init__(self, comm, root: Path, place: str, **options: Any) -> None:
+        self.said: list[dict[str, Any]] = []
+        options = {"upload_timeout": 0.1} | options
+        self.checkpointer = Checkpointer(root, comm, remote=place, on_event=self.said.append, **options)
+
+    def __enter__(self) -> Watched:
+        self.checkpointer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.checkpointer.__exit__(*error)
+
+    def save(self, step: int, then: str = "upload") -> dict[str, Any]:
+        """The event `then` of the step, once it has come."""
+        self.said.clear()
+        self.checkpointer.save(step, {"x": np.full(9, float(step))}, overwrite=True)
         deadline = time.monotonic() + HANG
-        while not (found := [each for each in said if each["event"] == event]):
-            assert time.monotonic() < deadline, said
+        while not (found := [each for each in self.said if each["event"] == then]):
+            assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
         return found[-1]
 
-    def launch(name: str) -> Checkpointer:
-        """It has claimed the place when this returns: something of it is uploaded."""
-        launched = Checkpointer(shared_path / name, comm, remote=place, on_event=said.append, upload_timeout=0.1)
-        launched.save(10, {"x": np.full(9, len(said))}, overwrite=True)
-        until_said("upload")
-        return launched
 
-    with launch("a") as first:
-        said.clear()
-        with launch("b"):
-            before = read_upload_manifest(open_store(place), 10)
-            first.save(20, {"x": np.full(9, 1.0)})
-            assert "another launch uploads to the same place" in until_said("upload_failed")["error"]
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_of_two_launches_that_upload_to_one_place_the_earlier_one_is_told_and_changes_nothing(comm, shared_path, place):
+    with Watched(comm, shared_path / "a", place) as first:
+        first.save(10)
+        with Watched(comm, shared_path / "b", place) as second:
+            second.save(10)
+            before = contents(shared_path / "far")
+            assert "another launch uploads to the same place" in first.save(20, "upload_failed")["error"]
             with pytest.raises(RemoteFailed, match="another launch uploads to the same place"):
-                first.discard_after(5)
-            assert first.all_steps() == [10, 20], "here nothing is gone either"
-    assert read_upload_manifest(open_store(place), 10) == before
+                first.checkpointer.discard_after(5)
+            assert first.checkpointer.all_steps() == [10, 20], "here nothing is gone either"
+            assert contents(shared_path / "far") == before, "it was told before it sent anything"
+    assert contents(shared_path / "far") == before
     assert is_whole(Remote(place), 10)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_a_launch_changes_nothing_in_the_remote_tier_until_it_has_something_to_upload(comm, shared_path, place):
+    """What another one is sending there looks just like what one that was killed has left."""
+    store, sent = open_store(place), "step_00000005/0123456789abcdef/rank00000.h5"
+    store.put(sent, b"on its way")
+    store.put("writer.json", b'{"launch_id": "another"}')
+    before = contents(shared_path / "far")
+    with Watched(comm, shared_path / "a", place, upload_timeout=HANG):
+        pass
+    assert contents(shared_path / "far") == before
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(10)
+    assert is_whole(Remote(place), 10)
+    assert [*list_remote(store)] == [10], "now it is known to be left over"
+    assert store.get("writer.json")[0] != before["writer.json"]
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_what_a_push_is_sending_beside_a_launch_is_not_left_over(comm, shared_path, place):
+    store = open_store(place)
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(10)
+        launch.save(20)
+    store.delete(["step_00000010/upload_manifest.json"])  # as it is until a push of step 10 ends
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(30)
+    committed = {step: found.committed for step, found in list_remote(store).items()}
+    assert committed == {10: False, 20: True, 30: True}
+
+
+def test_a_launch_whose_directory_is_anothers_by_now_does_not_claim_the_remote_tier(launch, s3, tmp_path):
+    lock = tmp_path / "run" / "writer.lock"
+
+    def decide(request) -> None:
+        if "list-type" in request.path and lock.read_text():  # the launch has it, and looks what is missing
+            lock.write_text('{"launch": "another"}')
+
+    about = {"root": str(tmp_path / "run"), "remote": s3.url}
+    outcome(launch.start(2, *PROGRAM, json.dumps({**about, "remote": None, "save": [10]}), env=s3.env))
+    s3.proxy.decide = decide
+    said = outcome(launch.start(2, *PROGRAM, json.dumps(about), env=s3.env))
+    assert "this launch no longer owns the checkpoint directory" in events(said, "upload_failed")[0]["error"]
+    assert s3.store.list() == {}
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_uploads_go_on_where_somebody_has_emptied_the_remote_tier(comm, shared_path, place):
+    store = open_store(place)
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(10)
+        claimed = store.get("writer.json")[0]
+        store.delete([*store.list()])
+        launch.save(20)
+        assert store.get("writer.json")[0] == claimed
+    assert is_whole(Remote(place), 20)
 
 
 def test_a_restore_on_more_ranks_reads_the_ranges_that_it_needs_and_no_more(launch, s3, tmp_path):
@@ -391,6 +466,26 @@ def test_a_store_that_is_away_fails_nothing_and_gets_its_steps_later(launch, s3,
     assert is_whole(s3, 10, 20)
 
 
+def test_what_is_uploaded_first_hides_no_older_step_that_is_not(launch, s3, tmp_path):
+    """The store lists nothing when the launch begins, and for a while after it has saved a step."""
+    about = {"root": str(tmp_path / "run"), "options": {"keep": 3}}
+    outcome(launch.start(2, *PROGRAM, json.dumps({**about, "remote": None, "save": [10, 20]}), env=s3.env))
+    refused = []  # after the commit: all of the program's own look, and of the upload's
+
+    def decide(request) -> str | None:
+        if "list-type" not in request.path or len(refused) == 9:
+            return None
+        if (tmp_path / "run" / "step_00000030" / "manifest.json").exists():
+            refused.append(request)
+        return "503"
+
+    s3.proxy.decide = decide
+    running = launch.start(2, *PROGRAM, json.dumps({**about, "remote": s3.url, "save": [30]}), env=s3.env)
+    assert sorted(steps(outcome(running), "upload")) == [10, 20, 30]
+    assert "cannot see what is uploaded already" in running.output()
+    assert is_whole(s3, 10, 20, 30)
+
+
 # -- retention -------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +517,39 @@ def test_a_retired_step_loses_its_manifest_before_its_shards(launch, s3, tmp_pat
     assert states[:2] == [(True, 2), (False, 2)]
     assert all(state is None or not state[0] for state in states[1:])
     assert [*list_remote(s3.store)] == [20]
+
+
+def test_a_launch_that_is_superseded_while_it_commits_deletes_nothing(launch, s3, tmp_path):
+    other = b'{"launch_id": "another"}'
+
+    def decide(request) -> None:
+        if request.puts("step_00000020/upload_manifest") and s3.store.get("writer.json")[0] != other:
+            s3.store.put("writer.json", other, s3.store.get("writer.json")[1])
+
+    s3.proxy.decide = decide
+    about = {"root": str(tmp_path / "run"), "remote": s3.url, "save": [10, 20], "options": {"remote_keep": 1}}
+    running = launch.start(2, *PROGRAM, json.dumps(about), env=s3.env)
+    assert steps(outcome(running), "upload") == [10, 20]
+    assert "cannot delete from the remote tier, going on: another launch uploads to the same place" in running.output()
+    assert is_whole(s3, 10, 20)
+
+
+def test_a_step_of_which_only_the_manifest_could_be_deleted_goes_after_the_next_commit(launch, s3, tmp_path):
+    deletions = []
+
+    def decide(request) -> str | None:
+        if "?delete" not in request.path:
+            return None
+        deletions.append(request)
+        return answer("403 Forbidden", "AccessDenied") if len(deletions) == 2 else None  # the shards of step 10
+
+    s3.proxy.decide = decide
+    about = {"root": str(tmp_path / "run"), "remote": s3.url, "save": [10, 20, 30, 40]}
+    options = {"keep": 1, "remote_keep": 1}
+    said = outcome(launch.start(2, *PROGRAM, json.dumps({**about, "pause": 1.0, "options": options}), env=s3.env))
+    assert steps(said, "upload") == [10, 20, 30, 40]
+    assert len(deletions) > 2
+    assert [*list_remote(s3.store)] == [40]
 
 
 def test_the_best_step_stays_in_the_remote_tier_as_it_does_in_the_local_one(job, remote, tmp_path):
@@ -471,6 +599,7 @@ def test_no_credential_is_in_a_log_or_an_object(launch, s3, tmp_path):
     [
         ({"AWS_SECRET_ACCESS_KEY": "wrong-wrong-wrong"}, None, "SignatureDoesNotMatch"),
         ({"AWS_ACCESS_KEY_ID": "NOBODY-HERE"}, None, "InvalidAccessKeyId"),
+        (READER, None, "AccessDenied"),
         ({}, "s3://no-such-bucket/x", "NoSuchBucket"),
         ({}, "http://bucket/x", "s3://bucket/prefix or file:///directory"),
         ({"PYTHONPATH": "{hidden}"}, None, "pip install obstore"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from mpi_ckpt import (
     MissingShard,
     NoCheckpoint,
     PerRank,
-    RemoteFailed,
     RemoteRefused,
     Shard,
     shard_range,
 )
 from mpi_ckpt.checkpoint.upload_queue import UploadQueue
 from mpi_ckpt.storage.object_store import open_store
-from mpi_ckpt.storage.remote_steps import committed_remotely, read_upload_manifest
+from mpi_ckpt.storage.remote_steps import committed_remotely, list_remote, read_upload_manifest
 from tests.checkpoints import flip, manifest_of, on_one, raised, shard_file, step_dir
 
 N = 400_003  # elements; more than a chunk of 1 MiB on each of two ranks
@@ -183,6 +183,23 @@ def test_a_shard_that_is_damaged_here_is_not_uploaded_and_the_failure_names_it(c
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
+def test_what_was_sent_of_a_step_that_is_given_up_does_not_stay(comm, shared_path):
+    root, url, events = shared_path / "run", f"file://{shared_path}/remote", []
+    with Checkpointer(root, comm) as checkpointer:
+        checkpointer.save(10, state(comm, 10))
+    on_one(comm, lambda: flip(shard_file(root, 10, 1), 9000))
+    with Checkpointer(root, comm, remote=url, keep=1, on_event=events.append) as checkpointer:
+        while not [event for event in events if event["event"] == "upload_failed"]:
+            time.sleep(0.01)
+        assert [*list_remote(open_store(url))] == [10], "one rank's shard was well"
+        checkpointer.save(20, state(comm, 20))
+        checkpointer.wait_until_finished()  # step 10 is given up, and gone here
+        checkpointer.save(30, state(comm, 30))
+    assert {"event": "upload_given_up", "step": 10} in events
+    assert min(list_remote(open_store(url))) > 10
+
+
+@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
 def test_the_newest_step_over_both_tiers_wins(comm, shared_path):
     root = shared_path / "run"
     url = save(comm, root, 10, 20)
@@ -253,8 +270,8 @@ def test_a_remote_directory_that_is_none_is_an_error_of_every_rank(comm, shared_
         with Checkpointer(shared_path / "run", comm, remote=f"file://{shared_path}/file", read_only=read_only) as c:
             c.restore(state(comm, None))
 
-    error = raised(comm, RemoteFailed, use)
-    assert error.path == f"{shared_path}/file" or not read_only
+    error = raised(comm, RemoteRefused, use)
+    assert error.path == f"{shared_path}/file"
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
@@ -297,6 +314,18 @@ def test_a_step_saved_again_while_it_is_on_its_way_goes_once_more():
     queue.add(10)
     queue.done()
     assert (queue.take(), queue.take()) == (20, 10)
+
+
+def test_what_an_earlier_launch_left_goes_before_the_others_and_what_is_on_its_way_only_once():
+    queue = UploadQueue(3)
+    queue.add(30, 40)
+    assert queue.take() == 30
+    queue.add_before(10, 20, 30, 40)
+    assert queue.take_given_up() == []
+    assert (queue.take(), queue.take(), queue.take(), queue.take()) == (10, 20, 40, None)
+    queue.add(50)
+    queue.add_before(10, 20, 30)
+    assert queue.take_given_up() == [10]
 
 
 def test_the_queue_forgets_what_is_discarded():

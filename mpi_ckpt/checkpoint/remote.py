@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpi_ckpt.checkpoint import retention, steps
 from mpi_ckpt.comm.threads import threads_may_communicate
-from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint, RemoteFailed, RemoteRefused
+from mpi_ckpt.errors import InvalidManifest, NoCheckpoint, RemoteFailed, RemoteRefused
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.object_store import ObjectStore, open_store
@@ -52,12 +52,12 @@ def check_threads(url: str) -> None:
 
 
 def check(url: str) -> None:
-    """**Local.** Raise RemoteRefused where address, package, credentials or bucket are wrong.
+    """**Local.** Raise RemoteRefused where address, package, credentials or bucket are wrong, or nothing can be put.
 
     A store that does not answer is logged: it may be back before it is needed.
     """
     try:
-        open_store(url).check()
+        open_store(url).check(writing=True)
     except RemoteRefused:
         raise
     except RemoteFailed as error:
@@ -72,54 +72,57 @@ def local_manifest(root: Path, step: int) -> ShardManifest | None:
         return None
 
 
-def unfinished(store: ObjectStore, root: Path) -> list[int]:
-    """**Local.** The local steps that an earlier launch did not get to upload; leftovers of others are deleted.
+@dataclass
+class Seen:
+    """What is remembered of the store from one step to the next."""
 
-    Those are the steps after the newest one in the store, and those that were saved again since. Raises RemoteFailed.
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # of committed steps
+    leftovers: set[int] = field(default_factory=set)  # steps of which shards may lie there that nobody will commit
+
+
+def look(store: ObjectStore, root: Path, seen: Seen) -> list[int]:
+    """**Local.** The local steps that an earlier launch did not get to upload; `seen` learns of leftovers of others.
+
+    Those are the steps after the newest one in the store, and those that were saved again since. Nothing is deleted:
+    what looks left over may be on its way. Raises RemoteFailed.
     """
-    listed = list_remote(store)
+    listed, here = list_remote(store), names.list_steps(root)
     newest = max((step for step, found in listed.items() if found.committed), default=-1)
     missing = []
-    for step in names.list_steps(root):
+    for step in here:
         there = step in listed and listed[step].committed
         try:
             if step > newest or (there and not is_uploaded(store, read_manifest(names.step_dir(root, step)))):
                 missing.append(step)
         except (NoCheckpoint, InvalidManifest) as error:  # pruned at this moment, or not for others to have
             logger.warning("step %d is not uploaded: %s", step, error)
-    for step, found in listed.items():
-        if not found.committed and step not in missing:
-            retire(store, step, found)
+    seen.leftovers |= {step for step, found in listed.items() if not found.committed} - {*here}
     return missing
 
 
-Metrics = dict[int, dict[str, float]]
-
-
-def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retention.Policy, metrics: Metrics) -> None:
-    """**Local.** After a step's upload manifest is there: delete what it has replaced, and what the policy lets go.
-
-    What cannot be deleted is logged and left. Steps that are pinned below `root` stay. `metrics` remembers those of
-    the steps in the store from one call to the next, where the policy asks for them.
+def tidy(store: ObjectStore, root: Path, manifest: ShardManifest, policy: retention.Policy, seen: Seen) -> None:
+    """**Local.** After a step's upload manifest is there: delete what it has replaced, what the policy lets go, and
+    leftovers. Steps that are pinned below `root` stay. Raises RemoteFailed.
     """
-    try:
-        listed = list_remote(store)
-        if manifest.step in listed:
-            mine = f"{names.step_name(manifest.step)}/{manifest.save_id}/"
-            store.delete([key for key in listed[manifest.step].shards if not key.startswith(mine)])
-        committed = [step for step, found in listed.items() if found.committed]
-        pinned = frozenset(step for step in committed if steps.is_pinned(names.step_dir(root, step)))
-        metrics[manifest.step] = dict(manifest.metrics)
-        if policy.best_metric is not None:
-            metrics |= {step: _read_metrics(store, step) for step in committed if step not in metrics}
-        for step in retention.choose(committed, policy, held=pinned, metrics=metrics):
+    listed = list_remote(store)
+    if manifest.step in listed:
+        mine = f"{names.step_name(manifest.step)}/{manifest.save_id}/"
+        store.delete([key for key in listed[manifest.step].shards if not key.startswith(mine)])
+    committed = [step for step, found in listed.items() if found.committed]
+    pinned = frozenset(step for step in committed if steps.is_pinned(names.step_dir(root, step)))
+    seen.metrics[manifest.step] = dict(manifest.metrics)
+    if policy.best_metric is not None:
+        seen.metrics |= {step: _read_metrics(store, step) for step in committed if step not in seen.metrics}
+    for step in retention.choose(committed, policy, held=pinned, metrics=seen.metrics):
+        seen.leftovers.add(step)  # should only its manifest go
+        retire(store, step, listed[step])
+        seen.metrics.pop(step, None)
+    for step in sorted(seen.leftovers & listed.keys() - {*committed}):
+        if not steps.is_committed(names.step_dir(root, step)):  # else `push` may be sending it
             retire(store, step, listed[step])
-            metrics.pop(step, None)
-        if committed and committed[-1] > manifest.step:
-            text = "step %d is uploaded while step %d is there, which a restart would take: see `discard_after`"
-            logger.warning(text, manifest.step, committed[-1])
-    except CheckpointError as error:
-        logger.warning("cannot delete from the remote tier, going on: %s", error)
+    if committed and committed[-1] > manifest.step:
+        text = "step %d is uploaded while step %d is there, which a restart would take: see `discard_after`"
+        logger.warning(text, manifest.step, committed[-1])
 
 
 def _read_metrics(store: ObjectStore, step: int) -> dict[str, float]:
@@ -128,16 +131,6 @@ def _read_metrics(store: ObjectStore, step: int) -> dict[str, float]:
     except InvalidManifest:  # a damaged step is not the best one, and no reason to keep all others
         return {}
     return dict(found.metrics) if found is not None else {}
-
-
-def clean(store: ObjectStore, step: int) -> None:
-    """**Local.** Delete what has arrived of a step that will not be committed. What cannot be deleted is logged."""
-    try:
-        for found in list_remote(store, step).values():
-            if not found.committed:
-                retire(store, step, found)
-    except RemoteFailed as error:
-        logger.warning("cannot delete from the remote tier, going on: %s", error)
 
 
 def discard_after(store: ObjectStore, step: int) -> list[int]:

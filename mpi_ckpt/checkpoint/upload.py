@@ -1,6 +1,7 @@
 """The second tier: every committed step goes on to a remote store, beside the training and without holding it up.
 
     choose    rank 0: the oldest step that waits                                                     then all know
+    claim     rank 0: the place is this launch's, or still is                                        else nothing goes
     send      every rank: its own shard, unless it is there already, in parts and constant memory
     vote      every rank reports, or its error                                   any error: a pause, and once more
     commit    rank 0, holding all reports: is the lock still ours, and the step still this save? are all shards there?
@@ -31,8 +32,9 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, RankSilent, RemoteFailed
 from mpi_ckpt.storage import lock, names
 from mpi_ckpt.storage.manifest import read_manifest
-from mpi_ckpt.storage.object_store import ObjectStore, open_store
-from mpi_ckpt.storage.remote_steps import check_writer, claim, write_upload_manifest
+from mpi_ckpt.storage.object_store import open_store
+from mpi_ckpt.storage.remote_claim import Claim
+from mpi_ckpt.storage.remote_steps import write_upload_manifest
 from mpi_ckpt.storage.shard_stream import send_shards
 
 if TYPE_CHECKING:
@@ -70,14 +72,14 @@ class Upload:
         self._idle.set()
         self._transfer = Transfer(options.bandwidth, options.nice)
         self._background = Background("mpi_ckpt upload", options.nice)
-        self._launch_id = ""
+        self._launch_id, self._claim = "", Claim("")
         self._on_event: Callable[[Event], None] = lambda event: None
-        self._scanned = self._claimed = False
-        self._metrics: remote.Metrics = {}  # rank 0: of the steps in the store
+        self._scanned = False
+        self._seen = remote.Seen()  # rank 0's
 
     def start(self, launch_id: str, on_event: Callable[[Event], None]) -> None:
         """**Local.** Begin with what an earlier launch left; all ranks do. `launch_id` holds the writer's lock."""
-        self._launch_id, self._on_event = launch_id, on_event
+        self._launch_id, self._claim, self._on_event = launch_id, Claim(launch_id), on_event
         self._wake.release()
         self._background.start(self._run)
 
@@ -98,7 +100,7 @@ class Upload:
         self._queue.forget_after(step)
         with self._publishing:
             store = open_store(self._options.url)
-            self._claim_or_check(store)  # a successor's steps are not this launch's to delete
+            self._claim.hold(store)  # a successor's steps are not this launch's to delete
             remote.discard_after(store, step)
             yield
 
@@ -156,8 +158,12 @@ class Upload:
         if self._transfer.stopped:
             return _Task(None, end=True)
         if not self._scanned:
-            self._transfer.run(self._scan)
+            try:
+                self._transfer.run(self._scan)
+            except RemoteFailed as error:
+                logger.warning("cannot see what is uploaded already, trying again at the next save: %s", error)
         given_up = tuple(self._queue.take_given_up())
+        self._seen.leftovers.update(given_up)
         step = self._queue.take(failed)
         if step is None:
             return _Task(None, given_up=given_up, end=self._closing.is_set())
@@ -166,22 +172,16 @@ class Upload:
 
     def _scan(self) -> None:
         """Rank 0: what earlier launches left behind, here to be uploaded and there to be cleaned."""
-        try:
-            left = remote.unfinished(open_store(self._options.url), self._root)
-        except RemoteFailed as error:
-            logger.warning("cannot see what is uploaded already, trying again at the next save: %s", error)
-            return
-        waiting = self._queue.steps
-        self._queue.add(*sorted({*left} - waiting), *sorted(waiting))
+        self._queue.add_before(*remote.look(open_store(self._options.url), self._root, self._seen))
         self._scanned = True
 
-    def _claim_or_check(self, store: ObjectStore) -> None:
-        """Rank 0: from its first commit on this launch uploads there, until another one does."""
-        if self._claimed:
-            check_writer(store, self._launch_id)
-        else:
-            claim(store, self._launch_id)
-            self._claimed = True
+    def _prepare(self) -> None:
+        """Rank 0, before anything is sent: the place is this launch's, and what it holds is known."""
+        if not self._scanned:
+            self._scan()  # a step that is there before older ones would hide that they are missing
+        with self._publishing:
+            lock.check_owner(self._root, self._launch_id)  # else the claim would be taken from the successor
+            self._claim.hold(open_store(self._options.url))
 
     def _upload(self, step: int, nbytes: int) -> bool:
         """**Collective.** Upload a step, in several attempts; whether it is done with."""
@@ -214,10 +214,10 @@ class Upload:
 
     def _judge(self, step: int) -> tuple[bool, bool]:
         """Rank 0: whether the step still has to go, and whether there is time for another attempt."""
-        wanted, in_time = steps.is_committed(names.step_dir(self._root, step)), not self._transfer.stopped
-        if in_time and not wanted:
-            self._transfer.run(lambda: remote.clean(open_store(self._options.url), step))
-        return wanted, in_time
+        wanted = steps.is_committed(names.step_dir(self._root, step))
+        if not wanted:
+            self._seen.leftovers.add(step)
+        return wanted, not self._transfer.stopped
 
     def _say(self, text: str, *args: object) -> None:
         """A warning, once for all ranks."""
@@ -225,7 +225,8 @@ class Upload:
             logger.warning(text, *args)
 
     def _attempt(self, step: int, nbytes: int) -> int:
-        """**Collective.** Send, vote and commit; the bytes that all ranks have sent."""
+        """**Collective.** Claim, send, vote and commit; the bytes that all ranks have sent."""
+        self._council.share(lambda: self._transfer.run(self._prepare), otherwise=RemoteFailed)
         slowest = min(_SLOW_NETWORK, self._options.bandwidth or _SLOW_NETWORK)
         return self._council.agree(
             lambda: self._transfer.run(lambda: self._send(step)),
@@ -248,10 +249,14 @@ class Upload:
         store = open_store(self._options.url)
         with self._publishing:
             lock.check_owner(self._root, self._launch_id)
-            self._claim_or_check(store)
+            self._claim.hold(store)
             manifest = remote.local_manifest(self._root, step)
             if manifest is None or {manifest.save_id} != {save_id for save_id, _ in votes}:
                 raise RemoteFailed("the step was replaced while it was uploaded", path=names.step_dir(self._root, step))
             write_upload_manifest(store, manifest)
-        remote.tidy(store, self._root, manifest, self._options.policy, self._metrics)
+        try:
+            self._claim.hold(store)  # the commit may have taken its time
+            remote.tidy(store, self._root, manifest, self._options.policy, self._seen)
+        except CheckpointError as error:
+            logger.warning("cannot delete from the remote tier, going on: %s", error)
         return sum(sent for _, sent in votes)

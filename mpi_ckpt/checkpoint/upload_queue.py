@@ -28,9 +28,19 @@ class UploadQueue:
         """Let steps wait; one that is on its way at this moment, and was saved again, once more."""
         with self._mutex:
             self._waiting = [step for step in self._waiting if step not in steps] + [*steps]
-            if self._limit is not None and len(self._waiting) > self._limit:
-                self._given_up += self._waiting[: -self._limit]
-                del self._waiting[: -self._limit]
+            self._give_up()
+
+    def add_before(self, *steps: int) -> None:
+        """Let steps of an earlier launch wait before the others; not those that wait, or are on their way, already."""
+        with self._mutex:
+            known = {*self._waiting, self._on_its_way}
+            self._waiting[:0] = [step for step in steps if step not in known]
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._limit is not None and len(self._waiting) > self._limit:
+            self._given_up += self._waiting[: -self._limit]
+            del self._waiting[: -self._limit]
 
     def take(self, but: frozenset[int] = frozenset()) -> int | None:
         """The oldest that waits and is not in `but`, on its way from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mpi_ckpt.errors import RemoteFailed, from_os_error
+from mpi_ckpt.errors import RemoteFailed, RemoteRefused, from_os_error
 from mpi_ckpt.storage import atomic, direct, names
+
+# What no time changes, and nothing that runs. A full disk, or a server that is away, may be well again.
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class DirectoryObjects:
@@ -20,34 +24,43 @@ class DirectoryObjects:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.url = f"file://{root}"
+        self.url = root.absolute().as_uri()  # names this very directory, whatever characters are in its name
 
-    def check(self) -> None:
-        """The directory can be made, and written to."""
+    def check(self, *, writing: bool = False) -> None:
+        """See ObjectStore. To write it has to be there, or to be made, and to take a file and let go of it."""
         with _explained():
-            atomic.make_dir(self._root)
-            probe = self._root / f"probe-{secrets.token_hex(8)}{names.TMP_SUFFIX}"
-            atomic.write_file(probe, b"")
-            atomic.remove(probe)
+            if writing:
+                try:
+                    _make_dir(self._root)
+                except PermissionError:  # one that is there, below one that may only be passed through
+                    if not self._root.is_dir():
+                        raise
+                probe = self._root / f"probe-{secrets.token_hex(8)}{names.TMP_SUFFIX}"
+                atomic.write_file(probe, b"")
+                atomic.remove(probe)
+            with contextlib.suppress(FileNotFoundError):  # a directory that nobody has put anything into
+                os.scandir(self._root).close()
 
     def put_stream(self, key: str, pieces: Iterable[np.ndarray], nbytes: int) -> None:
         """See ObjectStore."""
         path = self._root / key
         temporary = names.tmp(path)
         with _explained():
-            atomic.make_dir(path.parent)
+            _make_dir(path.parent)
             atomic.remove(temporary, missing_ok=True)
         try:
-            self._write(temporary, pieces)
-            with _explained():
-                atomic.publish(temporary, path)
+            written = self._write(temporary, pieces)
         except BaseException:
             with contextlib.suppress(OSError):
                 atomic.remove(temporary, missing_ok=True)
             raise
+        with _explained():
+            if not os.path.samestat(written, os.lstat(temporary)):  # and that one may be half written
+                raise FileExistsError(errno.EEXIST, "another one writes the same object", str(temporary))
+            atomic.publish(temporary, path)
 
     @staticmethod
-    def _write(temporary: Path, pieces: Iterable[np.ndarray]) -> None:
+    def _write(temporary: Path, pieces: Iterable[np.ndarray]) -> os.stat_result:
         offset = 0
         with contextlib.ExitStack() as stack:
             with _explained():
@@ -59,6 +72,7 @@ class DirectoryObjects:
                 offset += piece.size
             with _explained():
                 atomic.fsync_file(fd, temporary)
+                return os.fstat(fd)
 
     def put(self, key: str, data: bytes, replaces: str | None = None) -> bool:
         """See ObjectStore. Between two writers at the same moment a directory cannot decide: the lock has to."""
@@ -66,7 +80,7 @@ class DirectoryObjects:
         if (held[1] if held else None) != replaces:
             return False
         with _explained():
-            atomic.make_dir((self._root / key).parent)
+            _make_dir((self._root / key).parent)
             atomic.write_file(self._root / key, data)
         return True
 
@@ -123,12 +137,19 @@ class DirectoryObjects:
                     directory = directory.parent
 
 
+def _make_dir(path: Path) -> None:
+    try:
+        atomic.make_dir(path)
+    except FileExistsError as error:  # as what is no directory
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from None
+
+
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise from_os_error(error, RemoteFailed) from error
+        raise from_os_error(error, RemoteRefused if error.errno in _REFUSALS else RemoteFailed) from error
 
 
 def _unless_missing(error: OSError) -> None:

@@ -31,13 +31,19 @@ _BRISK = {  # where somebody waits to hear whether the store is there at all
     "retry_timeout": timedelta(seconds=20),
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
 }
+_NO_VERSION = '"00000000000000000000000000000000"'
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-_REFUSALS = {  # what an answer has in it: what that means, and what to do
+_REFUSALS = {  # what an answer's reason has in it: what that means, and what to do
     "NoSuchBucket": ("the bucket does not exist", "Make it, or look at the URL and AWS_ENDPOINT_URL."),
+    "InvalidBucketName": ("no bucket has such a name", "Look at the URL."),
+    "NotImplemented": ("the object store cannot do this", "Take one that knows conditional and multipart puts."),
     "InvalidAccessKeyId": ("the object store does not know the key", "Look at AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."),
     "SignatureDoesNotMatch": ("the object store refuses the secret key", "Look at AWS_SECRET_ACCESS_KEY."),
     "AccessDenied": ("the key may not do this", "Let it list, read, write and delete in the bucket, or take another."),
+    "ExpiredToken": ("the credentials have run out", "Look at AWS_SESSION_TOKEN."),
+    "RequestTimeTooSkewed": ("the object store's clock is another", "Set the clock of this node."),
+    "redirect": ("the bucket is in another region", "Look at AWS_REGION."),
     "Missing": ("the object store refuses", "Look at AWS_REGION, AWS_ENDPOINT_URL and the bucket."),
     "403 Forbidden": ("the object store refuses", f"Look at {', '.join(_KEYS)}, AWS_REGION, AWS_ENDPOINT_URL."),
 }
@@ -64,10 +70,14 @@ class S3Objects:
         with self._explained():
             self._store, self._brisk = connect(_PATIENT), connect(_BRISK)
 
-    def check(self) -> None:
-        """One page of a listing needs the credentials, the bucket and the endpoint to be right."""
+    def check(self, *, writing: bool = False) -> None:
+        """See ObjectStore. One page of a listing needs the credentials, the bucket and the endpoint to be right."""
         with self._explained():
             next(iter(self._client.list(self._brisk, chunk_size=1)), None)
+        if writing:
+            # In the place of a version that never was: it needs the right to put and puts nothing, so that nothing is
+            # left where the key may not delete. (From a server that knows no conditions, an empty object.)
+            self._put(self._brisk, "probe", b"", _NO_VERSION)
 
     def put_stream(self, key: str, pieces: Iterable[np.ndarray], nbytes: int) -> None:
         """See ObjectStore."""
@@ -78,11 +88,14 @@ class S3Objects:
 
     def put(self, key: str, data: bytes, replaces: str | None = None) -> bool:
         """See ObjectStore."""
+        return self._put(self._store, key, data, replaces)
+
+    def _put(self, store: Any, key: str, data: bytes, replaces: str | None) -> bool:
         mode = "create" if replaces is None else {"e_tag": replaces}
         errors = self._client.exceptions
         with self._explained(key):
             try:
-                self._client.put(self._store, key, data, mode=mode)
+                self._client.put(store, key, data, mode=mode)
             except (errors.AlreadyExistsError, errors.PreconditionError):
                 return False
         return True
@@ -125,10 +138,19 @@ class S3Objects:
             return {entry["path"]: entry["size"] for page in pages for entry in page}
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See ObjectStore."""
-        if keys:
-            with self._explained(keys[0]):
-                self._client.delete(self._store, [*keys])
+        """See ObjectStore. When an answer is lost the client does not ask again; here that does no harm."""
+        if not keys:
+            return
+        try:
+            self._delete(self._store, keys)
+        except RemoteRefused:
+            raise
+        except RemoteFailed:
+            self._delete(self._brisk, keys)
+
+    def _delete(self, store: Any, keys: Sequence[str]) -> None:
+        with self._explained(keys[0]):
+            self._client.delete(store, [*keys])
 
     @contextlib.contextmanager
     def _explained(self, key: str = "") -> Iterator[None]:
@@ -150,8 +172,10 @@ def _explain(path: str, found: str) -> RemoteFailed:
             expected="both keys there, or a role of this machine that has them",
             action="Set them, and AWS_ENDPOINT_URL unless the bucket is Amazon's.",
         )
+    reason = _reason(found)
+    found = found if len(found) <= 600 else f"{found[:200]} ... {found[-400:]}"
     for word, (what, action) in _REFUSALS.items():
-        if word in found:
+        if word in reason:
             return RemoteRefused(what, path=path, found=found, expected="success", action=action)
     return RemoteFailed(
         "the object store does not do what was asked",
@@ -160,6 +184,14 @@ def _explain(path: str, found: str) -> RemoteFailed:
         expected="success",
         action="See whether the endpoint (AWS_ENDPOINT_URL) answers from this node.",
     )
+
+
+def _reason(found: str) -> str:
+    """An error without addresses: the words in them are the user's, and a run may be named after what is missing."""
+    for mark in ("status code: ", "(code: "):  # the server's answer comes last
+        if mark in found:
+            return found.rpartition(mark)[2]
+    return re.sub(r"https?://\S+", "", found)
 
 
 def _client() -> Any:
@@ -185,4 +217,4 @@ def _in_a_line(text: str) -> str:
     for name in _SECRETS:
         if secret := os.environ.get(name):
             line = line.replace(secret, f"<{name}>")
-    return " ".join(line.split())[:500]
+    return " ".join(line.split())

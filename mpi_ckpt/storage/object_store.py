@@ -9,6 +9,7 @@ No object is ever half there: what is read under a key is what one `put` put the
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from mpi_ckpt.errors import RemoteRefused
+from mpi_ckpt.errors import RemoteFailed, RemoteRefused
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ObjectStore(Protocol):
@@ -28,8 +31,9 @@ class ObjectStore(Protocol):
 
     url: str
 
-    def check(self) -> None:
-        """Raise RemoteRefused where credentials, bucket or address are wrong."""
+    def check(self, *, writing: bool = False) -> None:
+        """Raise RemoteRefused where credentials, bucket or address are wrong; with `writing` also where nothing can be
+        put there. Leaves nothing; `writing` makes the directory that is the store, if it is one."""
 
     def put_stream(self, key: str, pieces: Iterable[np.ndarray], nbytes: int) -> None:
         """An object of about `nbytes`, sent in parts and in constant memory.
@@ -76,16 +80,53 @@ def open_store(url: str) -> ObjectStore:
 
 def check_url(url: str) -> tuple[str, str, str]:
     """**Local.** The parts of a URL that names a store: scheme, host, path. Raises RemoteRefused for any other."""
-    scheme, host, path, query, fragment = urlsplit(url)
-    named = {"s3": bool(host), "file": host in ("", "localhost") and bool(path.strip("/"))}
-    plain = not (query or fragment or "@" in host or any(part in (".", "..") for part in path.split("/")))
-    if not (plain and named.get(scheme)):
+    try:
+        scheme, host, path, query, fragment = urlsplit(url if isinstance(url, str) else "")
+    except ValueError:  # half an IPv6 address
+        raise _bad_url(url) from None
+    text = unquote(path) if scheme == "file" else path
+    parts = text.strip("/").split("/")
+    named = {
+        # Not every server keeps a key with an empty part, or with a backslash, as it is.
+        "s3": _BUCKET.fullmatch(host) and ("" not in parts or parts == [""]) and "\\" not in path,
+        "file": host in ("", "localhost") and path.startswith("/") and parts != [""],
+    }
+    if not named.get(scheme) or query or fragment or not {".", ".."}.isdisjoint(parts):
+        raise _bad_url(url)
+    # A blank at an end, or what cannot be seen, is a slip: the store would be one that nobody finds again.
+    if url != url.strip() or not (url + text).isprintable():
         raise _bad_url(url)
     return scheme, host, path
 
 
-def _bad_url(url: str) -> RemoteRefused:
-    shown = url if "@" not in url else f"{url.partition('://')[0]}://...@..."  # it may hold a password
+def put_in_place(store: ObjectStore, key: str, data: bytes, expected: str) -> None:
+    """**Local.** Put a small object in the place of what is there now, and read it back.
+
+    Not of what comes between: of two that do so at one moment one is told. Raises RemoteFailed.
+    """
+    held = store.get(key)
+    if held is not None and held[0] == data:
+        return
+    failure: RemoteFailed | None = None
+    try:
+        store.put(key, data, None if held is None else held[1])
+    except RemoteRefused:
+        raise
+    except RemoteFailed as error:  # only the answer may have been lost: look
+        failure = error
+    found = store.get(key)
+    if found is None or found[0] != data:
+        raise failure or RemoteFailed(
+            "an object is not what was put",
+            path=f"{store.url}/{key}",
+            found="no object" if found is None else "another one",
+            expected=expected,
+            action="See whether another run uploads to the same URL; give each its own.",
+        )
+
+
+def _bad_url(url: object) -> RemoteRefused:
+    shown = url if "@" not in str(url) else f"{str(url).partition('://')[0]}://...@..."  # it may hold a password
     return RemoteRefused(
         "the remote tier's URL is not one",
         found=repr(shown),

@@ -2,7 +2,6 @@
 
     <url>/step_00000010/<save id>/rank00002.h5     put first, by the ranks
     <url>/step_00000010/upload_manifest.json       put last, by one
-    <url>/writer.json                              the launch that uploads here; it has superseded any other
 
 A step is remotely committed if and only if its upload manifest exists. The save id is in the keys of the shards, so a
 step that is saved again never puts bytes under a manifest that is live; and when it goes, its manifest goes first.
@@ -13,15 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from mpi_ckpt.errors import InvalidManifest, MissingShard, NoCheckpoint, RemoteFailed, RemoteRefused
+from mpi_ckpt.errors import InvalidManifest, MissingShard, NoCheckpoint
 from mpi_ckpt.storage import manifest_json, names
 from mpi_ckpt.storage.manifest import ShardManifest
-from mpi_ckpt.storage.object_store import ObjectStore
+from mpi_ckpt.storage.object_store import ObjectStore, put_in_place
 from mpi_ckpt.storage.places import RemoteStep
 from mpi_ckpt.storage.shard_line import shard_line
-
-_WRITER = "writer.json"
-_ATTEMPTS = 4  # at an object that somebody else changes between a look and a put
 
 
 @dataclass
@@ -85,7 +81,7 @@ def write_upload_manifest(store: ObjectStore, manifest: ShardManifest) -> None:
     Takes the place of another save's manifest only as it was seen, so that of two writers one is told.
     """
     _check_complete(store, manifest)
-    _put_in_place(store, _key(manifest.step), _text(store, manifest).encode(), f"that of save {manifest.save_id}")
+    put_in_place(store, _key(manifest.step), _text(store, manifest).encode(), f"that of save {manifest.save_id}")
 
 
 def _check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
@@ -101,53 +97,8 @@ def _check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
                 rank=shard.rank,
                 found="no object" if nbytes is None else f"{nbytes} bytes",
                 expected=f"{shard.nbytes} bytes",
-                action="See whether something else deletes from there.",
+                action="See whether something else deletes from there. A directory has to be the same on all nodes.",
             )
-
-
-def _put_in_place(store: ObjectStore, key: str, data: bytes, expected: str) -> None:
-    failure: RemoteFailed | None = None
-    for _ in range(_ATTEMPTS):
-        held = store.get(key)
-        if held is not None and held[0] == data:
-            return
-        if failure is not None:
-            raise failure
-        try:
-            store.put(key, data, None if held is None else held[1])
-        except RemoteRefused:
-            raise
-        except RemoteFailed as error:  # only the answer may have been lost: look
-            failure = error
-    raise RemoteFailed(
-        "an object is not what was put",
-        path=f"{store.url}/{key}",
-        found="another one, again and again",
-        expected=expected,
-        action="See whether another run uploads to the same URL; give each its own.",
-    )
-
-
-def claim(store: ObjectStore, launch_id: str) -> None:
-    """**Local.** From now on it is this launch that uploads here, and none before it. Raises RemoteFailed."""
-    _put_in_place(store, _WRITER, _writer(launch_id), f"that of launch {launch_id}")
-
-
-def check_writer(store: ObjectStore, launch_id: str) -> None:
-    """**Local.** Raise RemoteFailed when another launch has claimed the place."""
-    found = store.get(_WRITER)
-    if found is None or found[0] != _writer(launch_id):
-        raise RemoteFailed(
-            "another launch uploads to the same place",
-            path=f"{store.url}/{_WRITER}",
-            found="no writer" if found is None else " ".join(found[0].decode(errors="replace").split()),
-            expected=f"launch {launch_id}",
-            action="Give each run a URL of its own, and end what else uploads there.",
-        )
-
-
-def _writer(launch_id: str) -> bytes:
-    return manifest_json.canonical({"launch_id": launch_id}).encode()
 
 
 def retire(store: ObjectStore, step: int, listed: Listed) -> None:

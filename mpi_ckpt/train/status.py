@@ -15,6 +15,7 @@ from mpi_ckpt.errors import (
     MissingShard,
     NoCheckpoint,
     RankSilent,
+    RemoteRefused,
     UnknownSchema,
     UnusableOption,
     WorldSizeMismatch,
@@ -25,14 +26,14 @@ from mpi_ckpt.train.guard import Diverged
 
 FINISHED = 0  # the run is complete, or --stop-at was reached
 FAILED = 1  # anything without a status of its own: a full disk, a lock; the message says what
-USAGE = 2  # the command line, or what contradicts the stored run (also its number of ranks); will fail again
+USAGE = 2  # the command line, or what contradicts the stored run or is refused by the remote tier; will fail again
 DIVERGED = 73  # more rollbacks than --max-rollbacks allows, or --on-spike stop
 PREEMPTED = 75  # asked to leave, checkpoint committed: launch the same line again
 HUNG = 77  # no progress, or no word from a rank, for --hang-timeout; launch the same line again
 DAMAGED = 79  # a checkpoint is damaged or incomplete and may not be replaced by an older one
 
 _OF = (  # the first that fits
-    ((ConfigError, MeshError, UnusableOption, WorldSizeMismatch, LayoutMismatch, UnknownSchema), USAGE),
+    ((ConfigError, MeshError, UnusableOption, WorldSizeMismatch, LayoutMismatch, UnknownSchema, RemoteRefused), USAGE),
     (Diverged, DIVERGED),
     (RankSilent, HUNG),
     ((CorruptShard, MissingShard, InvalidManifest, NoCheckpoint), DAMAGED),
