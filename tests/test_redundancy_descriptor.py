@@ -147,9 +147,18 @@ def test_plan_speaks_json(capsys):
     ]
 
 
-def test_plan_on_one_node_says_that_nothing_is_protected(capsys):
-    assert main(["plan", "--ranks", "4", "--nodes", "1", "--bytes", "1GB", "--scheme", "xor"]) == 1
-    assert "one failure domain" in capsys.readouterr().out
+@pytest.mark.parametrize(("nodes", "why"), [(1, "one failure domain"), (2, "too many of the ranks")])
+def test_plan_says_that_a_launch_goes_on_unprotected_where_nothing_protects_it(capsys, nodes, why):
+    flags = ["--ranks", "5", "--nodes", str(nodes), "--bytes", "1GB"]
+    assert main(["plan", *flags, "--scheme", "single", "--scheme", "xor"]) == 1
+    _, single, xor, *text = capsys.readouterr().out.splitlines()
+    assert xor.split() == ["xor", *f"{single}: unprotected, see below".split()[1:]]
+    assert why in "".join(text)
+    assert "A launch goes on all the same" in "".join(text)
+    assert main(["plan", *flags, "--scheme", "xor", "--json"]) == 1
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["bytes_in_total"], line["extra_bytes"], line["survives_nodes"]) == (10**9, 0, 0)
+    assert why in line["error"]
 
 
 @pytest.mark.parametrize("flags", [["--ranks", "4", "--nodes", "8"], ["--ranks", "8", "--nodes", "4", "--scheme", "x"]])

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import flip
-from tests.launch import Launcher
 from tests.ranks import contents
-from tests.tool_cases import verb
-
-
-def save(place: Path, domains: str, redundancy: str = "xor", steps: tuple[int, ...] = (10, 20), seed: int = 0) -> Path:
-    """Steps 10 and 20 of ranks in these failure domains, each node a directory `<here>/<domain>`."""
-    task = {"root": f"{place}/shared", "local": f"{place}/nodes/{{domain}}", "domains": [*domains], "seed": seed}
-    task |= {"redundancy": redundancy, "save": steps, "options": {"shared_every": 100}}
-    place.mkdir(exist_ok=True)
-    Launcher(place)(len(domains), "-m", "tests.programs.nodes", json.dumps(task)).check()
-    return place / "nodes"
+from tests.tool_cases import save_on_nodes, verb
 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
     """Ranks 0 and 1 on node a, 2 on b, 3 on c."""
-    return save(tmp_path_factory.mktemp("uneven"), "aabc")
+    return save_on_nodes(tmp_path_factory.mktemp("uneven"), "aabc")
+
+
+@pytest.fixture(scope="module")
+def abcd(tmp_path_factory):
+    return save_on_nodes(tmp_path_factory.mktemp("abcd"), "abcd")
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def test_show_says_what_lies_on_a_node_and_who_protects_it(nodes):
 
 
 def test_groups_that_survive_less_than_promised_say_so_and_are_repaired_all_the_same(tmp_path):
-    nodes = save(tmp_path, "aabb", "rs:2+2")  # two members of the one group on each node
+    nodes = save_on_nodes(tmp_path, "aabb", "rs:2+2")  # two members of the one group on each node
     assert "rs:2+2  1 lost, not 2  0, 1, 2, 3" in verb("show", nodes / "a").out
     before = contents(nodes / "b" / "step_00000020")
     shutil.rmtree(nodes / "b")
@@ -82,12 +78,12 @@ def test_what_lies_on_other_nodes_is_no_damage(nodes, quick):
         assert said.status == 0, said
         found = [(v["step"], v["intact"], v["elsewhere"]) for v in said.json]
         assert found == [(10, True, elsewhere), (20, True, elsewhere)]
-    assert "on other nodes: what ranks 0, 1, 3 saved" in verb("verify", b, "--step", 10, *quick).out
+    assert "on other nodes, or lost: what ranks 0, 1, 3 saved" in verb("verify", b, "--step", 10, *quick).out
     assert contents(nodes) == before
 
 
 def test_without_redundancy_too_a_node_is_known_as_one(tmp_path):
-    nodes = save(tmp_path, "ab", "single")
+    nodes = save_on_nodes(tmp_path, "ab", "single")
     assert [(v["intact"], v["elsewhere"]) for v in verb("verify", nodes / "a", "--json").json] == [(True, [1])] * 2
     (nodes / "a" / "step_00000020" / "rank00000.h5").unlink()
     said = verb("verify", nodes / "a", "--step", 20)
@@ -127,8 +123,21 @@ def test_each_damaged_file_of_a_node_is_named_and_repaired(nodes, damage, kind, 
     assert fault["rank"] == (2 if kind != "InvalidManifest" else None)
     assert verb("verify", nodes / "b").status == 1
     assert verb("verify", nodes / "c").status == 0, "what lies there is whole"
-    assert verb("repair", *local).status == 0
+    assert intact["advice"] is None
+    (command,) = re.findall("`python -m mpi_ckpt (.*)`", verb("verify", "--local", *local).out)
+    assert command == f"repair {' '.join(map(str, local))} --step 20"
+    assert verb(*command.split()).status == 0
     assert verb("verify", "--local", *local).status == 0
+
+
+def test_one_node_s_damage_is_repaired_with_the_directories_of_the_others(nodes):
+    flip(nodes / "b" / "step_00000010" / "rank00002.h5", 5000)
+    said = verb("verify", nodes / "b", "--step", 10)
+    assert f"`python -m mpi_ckpt repair {nodes / 'b'} DIR ... --step 10` (DIR ... are those of the other no" in said.out
+    assert "--on-damage" not in said.out, "the advice of a step in one place"
+    for path in nodes.glob("*/step_00000010/manifest.json"):
+        flip(path, 100)
+    assert "name the other nodes' directories, too" in verb("verify", "--local", nodes / "a", nodes / "b").out
 
 
 def test_a_copy_of_another_rank_s_shard_that_was_fetched_is_checked_as_well(nodes):
@@ -146,6 +155,11 @@ def test_a_descriptor_of_another_save_is_damage(nodes):
     shutil.copy(nodes / "b" / "step_00000010" / path.name, path)
     (fault,) = verb("verify", nodes / "b", "--step", 20, "--json").json[0]["faults"]
     assert (fault["kind"], fault["path"], fault["rank"]) == ("InvalidManifest", str(path), 2)
+    old, new = (json.loads((nodes / "b" / f"step_000000{step}" / "manifest.json").read_text()) for step in (10, 20))
+    for said, manifest in ((fault["found"], old), (fault["expected"], new)):
+        assert said.startswith(
+            f"rank 2 of save {manifest['save_id']}, {manifest['shards'][2]['nbytes']} bytes, sha256 "
+        )
 
 
 def test_nodes_that_hold_nothing_are_nothing_there(nodes, tmp_path):
@@ -187,9 +201,9 @@ def test_a_descriptor_is_made_again_beside_its_shard(nodes, tmp_path):
 def two_launches(tmp_path_factory):
     """Step 20 of a launch on nodes a, b and c; and on node d what another, with more saves before, has left of it."""
     here = tmp_path_factory.mktemp("two")
-    nodes = save(here / "new", "abcd", steps=(20,), seed=1)
+    nodes = save_on_nodes(here / "new", "abcd", steps=(20,), seed=1)
     shutil.move(nodes / "d", here / "lost")
-    shutil.move(save(here / "old", "abcd", steps=(5, 10, 20)) / "d", nodes / "d")
+    shutil.move(save_on_nodes(here / "old", "abcd", steps=(5, 10, 20)) / "d", nodes / "d")
     return nodes, here / "lost"
 
 
@@ -236,22 +250,57 @@ def test_a_parity_file_of_another_save_is_not_taken_for_the_one_of_the_same_name
     assert (tmp_path / "home/step_00000020/rank00000.h5").read_bytes() == before
 
 
-def test_a_node_that_was_left_out_makes_a_step_weaker_and_that_is_said(tmp_path):
-    nodes = save(tmp_path, "abcd")
+def test_a_node_that_was_left_out_makes_a_step_weaker_and_that_is_said(abcd, tmp_path):
+    nodes = shutil.copytree(abcd, tmp_path / "nodes")
     shutil.move(nodes / "d", tmp_path / "d")
     a, b, c = (nodes / node for node in "abc")
     said = verb("repair", a, b, c)
     assert said.status == 0
     assert f"2 (0, 3) now lie in {a / 'step_00000020'}: its loss would be more than can be given back" in said.out
     assert "step 20 is whole" in said.out
+    assert "an empty one will do" in said.out
+    shutil.copytree(a, tmp_path / "a")
     shutil.rmtree(a)
     assert "more is lost than xor gives back" in verb("repair", b, c).err
     shutil.move(tmp_path / "d", nodes / "d")
     assert verb("repair", b, c, nodes / "d", a, "--json").json["weak"] == []
+    shutil.rmtree(a)
+    shutil.move(tmp_path / "a", a)
+    said = verb("repair", a, b, c, nodes / "d")
+    assert said.out == "step 20 is whole, as it was\n", "its own node has what lies on another's too"
+
+
+@pytest.mark.parametrize(("lost", "piled"), [("d", "abc"), ("a", "bcd")])
+def test_what_a_repair_had_to_put_elsewhere_comes_to_a_directory_of_its_own(abcd, tmp_path, lost, piled):
+    nodes = shutil.copytree(abcd, tmp_path / "nodes")
+    before = contents(nodes / lost / "step_00000020")
+    shutil.rmtree(nodes / lost)
+    others = [nodes / node for node in piled]
+    assert len(verb("repair", *others, "--json").json["weak"]) == 1
+    here = contents(nodes)
+    for new in (nodes / lost, tmp_path / "new"):
+        said = verb("repair", *others, new, "--json")
+        assert said.json["weak"] == []
+        assert sorted(Path(path).name[:10] for path in said.json["copied"]) == [f"rank0000{'abcd'.index(lost)}."] * 2
+        assert said.json["shards"] == []
+        assert contents(new / "step_00000020") == before
+        assert "as it was" in verb("repair", *others, new).out
+        shutil.move(new, tmp_path / f"as {new.name}")
+        assert contents(nodes) == here, "nothing else is changed"
+    shutil.rmtree(others[0])
+    assert verb("repair", *others, tmp_path / "as new").status == 0
+
+
+def test_a_node_that_is_back_has_its_own_files_whatever_the_directories_are_called(abcd, tmp_path):
+    first, *others = (shutil.copytree(abcd / node, tmp_path / f"copy {node}") for node in "abcd")
+    shutil.move(first, tmp_path / "away")
+    assert verb("repair", *others).status == 0
+    shutil.move(tmp_path / "away", first)
+    assert verb("repair", *others, first).out == "step 20 is whole, as it was\n"
 
 
 def test_redundancy_that_is_lost_altogether_is_said(tmp_path):
-    nodes = save(tmp_path, "ab", "partner")
+    nodes = save_on_nodes(tmp_path, "ab", "partner")
     for path in nodes.glob("*/step_00000020/rank*.redundancy.json"):
         path.unlink()
     assert verb("repair", nodes / "a", nodes / "b", "--json").json["weak"] == [

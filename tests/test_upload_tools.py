@@ -151,14 +151,15 @@ def test_no_more_bytes_a_second_are_pushed_than_allowed(run, remote):
 def test_a_run_of_the_trainer_is_pulled_as_one(run, remote, tmp_path):
     new = tmp_path / "new"
     verb("push", run, "--remote", remote.url)
-    remote.store.put("run.json", b'{"what": "the run is"}')
+    run_file = b'{"settings": {"seed": 1}, "data": {}, "steps": 30}'
+    remote.store.put("run.json", run_file)
     assert "and run.json fetched" in verb("pull", new, "--remote", remote.url).out
-    assert (new / "run.json").read_bytes() == b'{"what": "the run is"}'
+    assert (new / "run.json").read_bytes() == run_file
     assert names.list_steps(new / "checkpoints") == [30]
     assert names.list_steps(new) == []
-    (new / "run.json").write_text("another")
+    (new / "run.json").write_bytes(run_file.replace(b"30", b"31"))
     assert "nothing fetched" in verb("pull", new, "--remote", remote.url).out
-    assert (new / "run.json").read_text() == "another"
+    assert (new / "run.json").read_bytes() != run_file
     assert verb("pull", tmp_path / "bare" / "checkpoints", "--remote", remote.url).status == 0
     assert names.list_steps(tmp_path / "bare" / "checkpoints") == [30], "the checkpoints' own directory was named"
     assert not (tmp_path / "bare" / "run.json").exists()
@@ -198,7 +199,8 @@ def test_why_s3_refuses_is_said_in_words(s3, monkeypatch, change, url, words):
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["ls"], 2, "RUN_DIR --local --remote is required"),
+        (["ls"], 2, "found none; expected RUN_DIR, --local or --remote"),
+        (["verify", "--local", "{run}", "--remote", "{url}"], 2, "found --local and --remote"),
         (["ls", "{run}", "--remote", "{url}"], 2, "not allowed with"),
         (["ls", "--remote", "{url}"], 3, "no step in the remote tier"),
         (["verify", "--remote", "{url}"], 3, "no step in the remote tier"),

@@ -44,6 +44,17 @@ def flip_in_array(root: Path, step: int, rank: int, key: str) -> Path:
     return path
 
 
+def save_on_nodes(
+    place: Path, domains: str, redundancy: str = "xor", steps: tuple[int, ...] = (10, 20), seed: int = 0
+) -> Path:
+    """Steps 10 and 20 of ranks in these failure domains, each node a directory `<here>/<domain>`."""
+    task = {"root": f"{place}/shared", "local": f"{place}/nodes/{{domain}}", "domains": [*domains], "seed": seed}
+    task |= {"redundancy": redundancy, "save": steps, "options": {"shared_every": 100}}
+    place.mkdir(exist_ok=True)
+    Launcher(place)(len(domains), "-m", "tests.programs.nodes", json.dumps(task)).check()
+    return place / "nodes"
+
+
 class Said(NamedTuple):
     status: int
     out: str

@@ -42,8 +42,12 @@ def _check_descriptor(path: Path, record: ShardRecord, save_id: str) -> Descript
     expected = (save_id, record.rank, record.nbytes, record.sha256)
     if mine != expected:
         what = "a redundancy descriptor is of another file than the manifest's"
-        raise _error(InvalidManifest, what, path, record, mine, expected)
+        raise _error(InvalidManifest, what, path, record, _in_words(*mine), _in_words(*expected))
     return found
+
+
+def _in_words(save_id: str, rank: int, nbytes: int, sha256: str) -> str:
+    return f"rank {rank} of save {save_id}, {nbytes} bytes, sha256 {sha256}"
 
 
 def _error(

@@ -78,14 +78,20 @@ def _write(
         member = plan.groups[key.group].members[key.member]
         if key.kind == DATA:
             verify_rebuilt(path, member)
-        else:  # parity that was moved is what was sent
-            _compare(path, member, pieces[key], plan.parity.get(key, pieces[key]))
+        else:
+            verify_parity(path, member, pieces[key], plan.parity.get(key, pieces[key]))
     return pieces
 
 
 def verify_rebuilt(path: Path, member: Member) -> None:
     """**Local.** Read a member's data back from `path`, a temporary name. Raises CorruptShard where they are others."""
     _compare(path, member, f"sha256 {hash_file(path)[0]}", f"sha256 {member.sha256}")
+
+
+def verify_parity(path: Path, member: Member, found: Sequence[ParityPiece], known: Sequence[ParityPiece]) -> None:
+    """**Local.** Parity that was moved is what was sent. Raises CorruptShard where it is not."""
+    found_crc, known_crc = (", ".join(f"crc32c {piece.crc32c}" for piece in pieces) for pieces in (found, known))
+    _compare(path, member, found_crc, known_crc)
 
 
 def _compare(path: Path, member: Member, found: object, expected: object) -> None:

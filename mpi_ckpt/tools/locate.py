@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mpi_ckpt.checkpoint.local_tier import DOMAIN_PLACEHOLDER
 from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, NoCheckpoint
 from mpi_ckpt.redundancy.descriptor import DESCRIPTOR_SUFFIX
@@ -19,7 +21,7 @@ def checkpoints_root(place: Path) -> Path:
     Raises NoCheckpoint when it is neither.
     """
     for root in (place / "checkpoints", place):
-        if _has_steps(root):
+        if has_steps(root):
             return root
     error = NoCheckpoint(
         "there are no checkpoints here",
@@ -34,15 +36,46 @@ def checkpoints_root(place: Path) -> Path:
 def naming_runs(error: NoCheckpoint, places: Sequence[Path]) -> NoCheckpoint:
     """**Local.** The same error; with the runs that lie right below the places, if any: one of them was meant."""
     inside = (path for place in places if place.is_dir() for path in sorted(place.iterdir()))
-    runs = [path for path in inside if any(map(_has_steps, (path / "checkpoints", path)))]
+    runs = [path for path in inside if any(map(has_steps, (path / "checkpoints", path)))]
     if runs:
         error.found = "runs: " + ", ".join(sorted({run.name for run in runs}))
         error.action = f"Name {runs[0]}{' and its like' if len(places) > 1 else ''}."
     return error
 
 
-def _has_steps(root: Path) -> bool:
+def has_steps(root: Path) -> bool:
+    """**Local.** Whether steps lie right in this directory, committed or not."""
     return root.is_dir() and bool(names.list_steps(root) or names.list_uncommitted(root))
+
+
+def nodes_of(given: Sequence[Path], run_dir: Path | None = None) -> list[Path]:
+    """**Local.** The nodes' directories of a run, from these themselves or from what the trainer was given as --local.
+
+    `{domain}` stands for every name that there is. Where no steps lie right in a directory, the one in it that has the
+    name of the run `run_dir` is meant, if steps lie there. Raises NoCheckpoint where `{domain}` stands for nothing.
+    """
+    found = dict.fromkeys(place for each in given for place in _of_all_domains(each))  # each once, in this order
+    if run_dir is None:
+        return list(found)
+    path = run_dir.resolve()
+    name = path.parent.name if path.name == "checkpoints" else path.name
+    return [place / name if has_steps(place / name) and not has_steps(place) else place for place in found]
+
+
+def _of_all_domains(place: Path) -> list[Path]:
+    if DOMAIN_PLACEHOLDER not in str(place):
+        return [place]
+    pattern = "*".join(map(glob.escape, str(place).split(DOMAIN_PLACEHOLDER)))
+    found = sorted(path for path in map(Path, glob.glob(pattern)) if path.is_dir())
+    if not found:
+        raise NoCheckpoint(
+            "there are no directories of nodes here",
+            path=place,
+            found=f"no directory {pattern}",
+            expected=f"at least one, with the name of a failure domain in the place of {DOMAIN_PLACEHOLDER}",
+            action="Name --local as the training command has it; see whether the nodes' disks can be seen from here.",
+        )
+    return found
 
 
 def new_root(place: Path) -> Path:

@@ -27,10 +27,11 @@ DESCRIPTION = """List the steps below RUN_DIR, oldest first. The states:
 
 With --remote, the steps of a remote tier: `uncommitted` are the shards of an upload that has not ended. Of nodes' own
 directories (--local, or one in the place of RUN_DIR) `ranks` says of how many ranks a shard lies there: a manifest on
-any node commits the step for all.
+any node commits the step for all. Beside RUN_DIR, --local may be what the trainer has, without the name of the run.
 
 No file but the manifests is read: `verify` does that."""
-EXAMPLE = "python -m mpi_ckpt ls runs/demo"
+EXAMPLE = """python -m mpi_ckpt ls runs/demo
+  python -m mpi_ckpt ls --local /mnt/node*/ckpt/demo"""
 _STATES = ("pinned", "committed", "unreadable", "set aside", "uncommitted")  # of several nodes the first one counts
 
 
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print the list; the exit status."""
+    remote.check_place(arguments)
     if arguments.remote is not None:
         store = remote.opened(arguments.remote)
         entries = list_remote_steps(store)

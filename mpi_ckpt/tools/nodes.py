@@ -8,8 +8,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,35 +19,55 @@ from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.comm.exchange import exchange
 from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint
 from mpi_ckpt.redundancy.coverage import LostBeyondScheme
-from mpi_ckpt.redundancy.descriptor import ParityPiece, parity_name
+from mpi_ckpt.redundancy.descriptor import ParityPiece
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA
-from mpi_ckpt.redundancy.rebuild import verify_rebuilt
+from mpi_ckpt.redundancy.rebuild import verify_parity, verify_rebuilt
 from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Vote, plan_recovery
 from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
-from mpi_ckpt.tools.locate import are_of_node, checkpoints_root, naming_runs
+from mpi_ckpt.tools.locate import are_of_node, checkpoints_root, naming_runs, nodes_of
 
 logger = logging.getLogger(__name__)
+
+DIRECTORIES = "the run's directory on each node, such as /mnt/node*/ckpt/demo; {domain} in it stands for every name"
 
 
 def add_local(parser: argparse._ActionsContainer) -> None:
     """The option --local."""
-    parser.add_argument("--local", metavar="DIR", type=Path, nargs="+", help="the directory `local` of nodes")
+    parser.add_argument("--local", metavar="DIR", type=Path, nargs="+", help=DIRECTORIES)
 
 
 def named(arguments: argparse.Namespace) -> list[Path]:
-    """**Local.** The nodes' directories: those of --local, or a RUN_DIR that turns out to be one; [] for any other."""
+    """**Local.** The nodes' directories: those of --local, or what RUN_DIR turns out to be; [] for any other."""
     if arguments.local:
-        return list(arguments.local)
-    root = checkpoints_root(arguments.run_dir)
+        return nodes_of(arguments.local, arguments.run_dir)
+    return nodes_in_place_of(arguments.run_dir)
+
+
+def nodes_in_place_of(run_dir: Path) -> list[Path]:
+    """**Local.** The nodes' directories that were named in the place of a run's; [] where it is none of a node's."""
+    places = nodes_of([run_dir])
+    if places != [run_dir]:
+        return places
+    root = checkpoints_root(run_dir)
     return [root] if are_of_node(root) else []
 
 
-@dataclass
+class Plan(NamedTuple):
+    """What has to be done for a save, and where each file lies that it takes.
+
+    The groups of `recovery` are those that are protected: ranks that have lost all redundancy are `bare` in its report.
+    """
+
+    recovery: Recovery
+    sources: dict[FileKey, Path]
+
+
+@dataclass(frozen=True)
 class Sight:
-    """A save of a step as all nodes together hold it: its manifest, each intact file by name, and the plan of repair.
+    """A save of a step as all nodes together hold it: its manifest, and each intact shard by name.
 
     `found[i]` is what lies in the i-th node's directory of the step.
     """
@@ -54,18 +75,20 @@ class Sight:
     manifest: ShardManifest
     directories: list[Path]
     found: list[Found]
-    where: dict[str, Path] = field(default_factory=dict)
+    shards: dict[str, Path]
 
-    def plan(self) -> Recovery:
+    def plan(self, homes: Sequence[Path] = ()) -> Plan:
         """What has to be made again, redundancy too where any is left. Raises LostBeyondScheme.
 
-        Its groups are those that are protected: ranks that have lost all redundancy are `bare` in its report.
+        `homes`: the directory where the files of each rank belong; what lies elsewhere alone is to be copied there.
         """
-        descriptors = {(d.group, d.member): d for found in self.found for d in found.descriptors}
-        files = {name: path.stat().st_size for name, path in self.where.items()}
-        vote = Vote(Place("", ""), Found(tuple(descriptors.values()), files))
-        plan = plan_recovery([vote], self.manifest.save_id, self.manifest.shards)
-        return replace(plan, groups=plan.groups[: len(plan.groups) - len(plan.report.bare)])
+        untold = dict(zip(self.directories, self.found, strict=True))
+        readers = [*homes, *self.directories]  # as if a rank ran in each of them
+        votes = [Vote(Place("", str(place)), untold.pop(place, Found())) for place in readers]
+        plan = plan_recovery(votes, self.manifest.save_id, self.manifest.shards)
+        parts = (part for combination in plan.combinations for part in combination.sources)
+        sources = {part.file: readers[part.rank] / plan.names[part.file] for part in parts}
+        return Plan(replace(plan, groups=plan.groups[: len(plan.groups) - len(plan.report.bare)]), sources)
 
 
 def committed_steps(nodes: Sequence[Path]) -> dict[int, list[ShardManifest]]:
@@ -123,7 +146,8 @@ def no_step(nodes: Sequence[Path], step: int | None, committed: Iterable[int]) -
         path=", ".join(map(str, nodes)),
         found=f"steps {listed}" if listed else "no manifest",
         expected="a step with a manifest in at least one of the directories",
-        action="Name the directory that was `local` on each node that can still be seen.",
+        action="Name the run's own directory of each node that can still be seen: --local of its training command, and "
+        "the name of its run directory.",
     )
     return error if listed else naming_runs(error, nodes)
 
@@ -132,18 +156,16 @@ def look(nodes: Sequence[Path], manifest: ShardManifest) -> Sight:
     """**Local.** Read all that the nodes have of the step, and remember what is intact."""
     directories = [names.step_dir(node, manifest.step) for node in nodes]
     found = [survey(d, manifest.save_id, manifest.shards, verify=range(manifest.world_size)) for d in directories]
-    sight = Sight(manifest, directories, found)
     right = {record.path: record.nbytes for record in manifest.shards}
+    shards: dict[str, Path] = {}
     for directory, here in zip(directories, found, strict=True):
-        described = {parity_name(descriptor.mine.file) for descriptor in here.descriptors}
-        for name, nbytes in here.files.items():
-            # A parity file is one of this save only where its descriptor lies beside it.
-            if name not in here.damaged and (right.get(name) == nbytes or name in described):
-                sight.where.setdefault(name, directory / name)
-    return sight
+        for name in here.files.keys() - here.damaged:
+            if here.files[name] == right.get(name):
+                shards.setdefault(name, directory / name)
+    return Sight(manifest, directories, found, shards)
 
 
-def best(nodes: Sequence[Path], saves: Sequence[ShardManifest]) -> tuple[Sight, Recovery]:
+def best(nodes: Sequence[Path], saves: Sequence[ShardManifest]) -> tuple[Sight, Plan]:
     """**Local.** Of several saves of a step, in this order, the first that the nodes can give back, and how.
 
     A node that was away for a while brings one along that the others have replaced since, or never had. Raises
@@ -171,33 +193,40 @@ def choose(nodes: Sequence[Path], copies: Sequence[ShardManifest]) -> ShardManif
 
 
 def make_again(
-    sight: Sight, plan: Recovery, targets: dict[FileKey, Path], advance: Callable[[int], None]
+    plan: Plan, targets: dict[FileKey, Path], advance: Callable[[int], None]
 ) -> dict[FileKey, tuple[ParityPiece, ...]]:
     """**Local.** Write the files `targets`, temporary names, from those that are there, durably.
 
-    Data are read back and compared with what was saved: raises CorruptShard, OSError.
+    Data are read back and compared with what was saved, parity that was copied with what is known of it: raises
+    CorruptShard, OSError.
     """
     if not targets:
         return {}
-    sources = {key: sight.where[name] for key, name in plan.names.items() if name in sight.where}
-    with Files(sources, targets) as files:
+    recovery = plan.recovery
+    with Files(plan.sources, targets) as files:
         port = files.port()
 
         def write(part: Part, lo: int, buffer: np.ndarray, n: int) -> Future[None]:
             advance(n)
             return port.write(part, lo, buffer, n)
 
-        wanted = [_only(combination, targets) for combination in plan.combinations]
+        wanted = [_here(combination, targets) for combination in recovery.combinations]
         exchange(None, wanted, replace(port, write=write), timeout=math.inf)
-        pieces = files.finish({key: plan.nbytes(key) for key in targets})
+        pieces = files.finish({key: recovery.nbytes(key) for key in targets})
     for key, path in targets.items():
+        member = recovery.groups[key.group].members[key.member]
         if key.kind == DATA:
-            verify_rebuilt(path, plan.groups[key.group].members[key.member])
+            verify_rebuilt(path, member)
+        else:
+            verify_parity(path, member, pieces[key], recovery.parity.get(key, pieces[key]))
     return pieces
 
 
-def _only(combination: Combination, wanted: Iterable[FileKey]) -> Combination:
-    """The part of a combination that makes files which are wanted."""
+def _here(combination: Combination, wanted: Iterable[FileKey]) -> Combination:
+    """The part of a combination that makes files which are wanted, for one process that reads and writes them all."""
     chosen = [i for i, part in enumerate(combination.targets) if part.file in wanted]
-    targets = tuple(combination.targets[i] for i in chosen)
-    return replace(combination, targets=targets, factors=tuple(combination.factors[i] for i in chosen))
+    return Combination(
+        tuple(replace(part, rank=0) for part in combination.sources),
+        tuple(replace(combination.targets[i], rank=0) for i in chosen),
+        tuple(combination.factors[i] for i in chosen),
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from mpi_ckpt.errors import CheckpointError, UnusableOption
-from mpi_ckpt.redundancy.groups import form_groups
+from mpi_ckpt.errors import UnusableOption
+from mpi_ckpt.redundancy.groups import Unprotected, form_groups
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.tools import status, text
 
@@ -21,8 +21,9 @@ disks with each scheme of redundancy, and how many nodes may be lost at once, wh
   rs:k+m    m parities over a group of n = k + m ranks    B + B m / k
 
 No two ranks of a group run on one node where the numbers allow it; groups are larger where they do not divide, and
-smaller, at a higher cost, where there are too few nodes. Where the loss of not even one node would be survived, the
-line says why, and the exit status is 1."""
+smaller, at a higher cost, where there are too few nodes. Where a scheme cannot protect the ranks from the loss of even
+one node, a launch warns and goes on without: the line says what it costs then, a text below why, and the exit status is
+1."""
 EXAMPLE = "python -m mpi_ckpt plan --ranks 64 --nodes 16 --bytes 40GiB"
 
 USUAL = ("single", "partner", "xor", "rs:4+2")
@@ -30,14 +31,17 @@ USUAL = ("single", "partner", "xor", "rs:4+2")
 
 @dataclass(frozen=True)
 class Line:
-    """One scheme. Sizes in bytes; `bytes_a_rank` is of the rank that stores most; `error` says why it cannot be."""
+    """One scheme. Sizes in bytes; `bytes_a_rank` is of the rank that stores most.
+
+    `error` says why the scheme cannot protect the ranks. The rest is what a launch does then: it saves unprotected.
+    """
 
     scheme: str
-    group_sizes: tuple[int, ...] = ()
-    bytes_a_rank: int = 0
-    bytes_in_total: int = 0
-    extra_bytes: int = 0
-    survives_nodes: int = 0
+    group_sizes: tuple[int, ...]
+    bytes_a_rank: int
+    bytes_in_total: int
+    extra_bytes: int
+    survives_nodes: int
     error: str | None = None
 
 
@@ -45,8 +49,8 @@ def plan(scheme: Scheme, domains: Sequence[str], nbytes: int) -> Line:
     """**Local.** What a save of `nbytes` costs, all ranks together, that run in `domains[rank]`."""
     try:
         grouping = form_groups(scheme, domains)
-    except CheckpointError as error:
-        return Line(str(scheme), error=str(error))
+    except Unprotected as error:
+        return replace(plan(Scheme.parse("single"), domains, nbytes), scheme=str(scheme), error=str(error))
     share = -(-nbytes // len(domains))
     stored = [(len(group), scheme.stored_bytes(share, len(group))) for group in grouping.groups]
     total = sum(members * each for members, each in stored)
@@ -93,15 +97,18 @@ def run(arguments: argparse.Namespace) -> int:
         for line in lines:
             if line.error:
                 print(f"\n{line.error}")
+        if any(line.error for line in lines):
+            print(f"\n{_UNPROTECTED}")
     return status.NOT_WELL if any(line.error for line in lines) else status.WELL
 
 
+_UNPROTECTED = """\
+A launch goes on all the same, by `single`, with a warning and an event `unprotected`: a lost node takes along
+what lies on the nodes alone, until a launch has enough of them again. --shared-every says how much that may be."""
 _HEADER = ("scheme", "group", "a rank", "in total", "extra", "", "survives")
 
 
 def _row(line: Line) -> tuple[str, ...]:
-    if line.error:
-        return (line.scheme, "-", "-", "-", "-", "", "impossible here, see below")
     sizes = "-".join(str(size) for size in line.group_sizes)
     share = 100 * line.extra_bytes / (line.bytes_in_total - line.extra_bytes)
     survived = f"the loss of any {line.survives_nodes} node{'s' * (line.survives_nodes != 1)}"
@@ -112,5 +119,5 @@ def _row(line: Line) -> tuple[str, ...]:
         text.size(line.bytes_in_total),
         text.size(line.extra_bytes),
         f"{share:.1f}%",
-        survived if line.survives_nodes else "no loss of a node",
+        survived if line.survives_nodes else f"no loss of a node{': unprotected, see below' if line.error else ''}",
     )

@@ -11,8 +11,7 @@ from mpi_ckpt.storage.object_store import ObjectStore
 from mpi_ckpt.storage.remote_steps import find_remote, remote_manifest, remote_step
 from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.storage.shard_stream import fetch_shard
-from mpi_ckpt.tools import remote, status, text
-from mpi_ckpt.tools.locate import new_root
+from mpi_ckpt.tools import homecoming, remote, status, text
 from mpi_ckpt.tools.progress import Advance, progress
 from mpi_ckpt.tools.writing import committing, is_there, writing
 
@@ -59,15 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     """**Local.** Pull; the exit status."""
     store = remote.opened(arguments.remote)
     step = find_remote(store, arguments.step)[-1]
-    run_file = _run_file(store, arguments.run_dir)
     remote.check_same_run(store, arguments.run_dir)
-    root = new_root(arguments.run_dir) if run_file is None else arguments.run_dir / "checkpoints"
+    found = store.get(RUN_FILE)
+    run_file = found and found[0]
+    root = homecoming.root_for(arguments.run_dir, run_file)
     total = sum(shard.nbytes for shard in remote_manifest(store, step).shards)
     with progress("pull", total) as advance:
         pulled = pull(store, step, root, advance)
-    fetched = run_file is not None and not (arguments.run_dir / RUN_FILE).exists()
-    if run_file is not None and fetched:
-        atomic.write_file(arguments.run_dir / RUN_FILE, run_file)
+    fetched = homecoming.bring_run_file(arguments.run_dir, run_file) is not None
     directory = names.step_dir(root, step)
     if arguments.json:
         text.print_json({"step": step, "directory": str(directory), "fetched_nbytes": total if pulled else 0})
@@ -75,11 +73,3 @@ def run(arguments: argparse.Namespace) -> int:
         what = text.size(total) if pulled else "nothing"
         print(f"step {step} is in {directory}; {what}{f' and {RUN_FILE}' * fetched} fetched")
     return status.WELL
-
-
-def _run_file(store: ObjectStore, run_dir: Path) -> bytes | None:
-    """**Local.** The trainer's own file in the store, unless `run_dir` is a checkpoints' own directory already."""
-    if run_dir.name == "checkpoints" or names.list_steps(run_dir) or names.list_uncommitted(run_dir):
-        return None
-    found = store.get(RUN_FILE)
-    return None if found is None else found[0]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mpi_ckpt.errors import RemoteRefused, UnusableOption
 from mpi_ckpt.storage.object_store import ObjectStore, check_url, open_store
-from mpi_ckpt.storage.run_file import RUN_FILE, same_run
+from mpi_ckpt.storage.run_file import RUN_FILE
+from mpi_ckpt.tools import homecoming
 from mpi_ckpt.tools.nodes import add_local
 
 
@@ -17,13 +18,26 @@ def add_remote(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR or, in its place, --local or --remote."""
-    either = parser.add_mutually_exclusive_group(required=True)
+    """RUN_DIR, --local or --remote, or RUN_DIR and --local: see `check_place`."""
+    either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run's directory, or that of its checkpoints"
     )
-    add_local(either)
     either.add_argument("--remote", metavar="URL", type=_url, help=_HELP)
+    add_local(parser)
+
+
+def check_place(arguments: argparse.Namespace) -> None:
+    """Raise UnusableOption where it is not one place that was named; beside --local, RUN_DIR says which run's."""
+    places = {"RUN_DIR": arguments.run_dir, "--local": arguments.local, "--remote": arguments.remote}
+    given = [name for name, place in places.items() if place]
+    if not given or given == ["--local", "--remote"]:
+        raise UnusableOption(
+            "the place of the steps is not named",
+            found=" and ".join(given) or "none",
+            expected="RUN_DIR, --local or --remote",
+            action="Name one of them; --local may stand beside RUN_DIR, and leave out the name of the run then.",
+        )
 
 
 def opened(url: str) -> ObjectStore:
@@ -36,15 +50,8 @@ def opened(url: str) -> ObjectStore:
 def check_same_run(store: ObjectStore, run_dir: Path) -> None:
     """**Local.** Raise UnusableOption where the store holds another run of the trainer than `run_dir`, or the
     directory above it, does."""
-    for path in (run_dir / RUN_FILE, run_dir.absolute().parent / RUN_FILE):
-        if path.is_file() and (there := store.get(RUN_FILE)) is not None and not same_run(path.read_bytes(), there[0]):
-            raise UnusableOption(
-                "the remote tier is another run's",
-                path=f"{store.url}/{RUN_FILE}",
-                found="other settings or data",
-                expected=f"those of {path}",
-                action="Name the --remote of this run, or the directory of that one.",
-            )
+    source, there = f"{store.url}/{RUN_FILE}", store.get(RUN_FILE)
+    homecoming.check_same_run(run_dir, there and there[0], source, "the remote tier is another run's")
 
 
 def _url(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from mpi_ckpt.redundancy.descriptor import Descriptor, parity_name
 from mpi_ckpt.redundancy.survey import survey
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest, flat_arrays, read_manifest
-from mpi_ckpt.tools import status, text
-from mpi_ckpt.tools.locate import checkpoints_root, is_of_node
+from mpi_ckpt.tools import nodes, status, text
+from mpi_ckpt.tools.locate import checkpoints_root, save_id_of
 from mpi_ckpt.tools.source import array_bytes
 
 HELP = "show what a step consists of: meta, arrays, named parameters, shards"
 DESCRIPTION = """Show the manifest of STEP (default: the newest committed one). It is checked, the shards are not
 read: `verify` does that. With --json the manifest is printed as it is. In a node's own directory the manifest speaks of
-the shards on all nodes, and what lies there, with its redundancy, comes last."""
+the shards on all nodes, and what lies there, with its redundancy, comes last; {domain} in RUN_DIR stands for every
+node's directory."""
 EXAMPLE = "python -m mpi_ckpt show runs/demo 20"
 
 
@@ -36,17 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print the manifest; the exit status."""
-    directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
+    if local := nodes.nodes_in_place_of(arguments.run_dir):
+        step = nodes.find_listed(local, arguments.step)[-1]
+        directories = [directory for node in local if (directory := names.step_dir(node, step)).is_dir()]
+        committed = [directory for directory in directories if steps.is_committed(directory)]
+        directory = next(filter(save_id_of, committed), committed[0])  # one that can be read
+    else:
+        directory = find_committed(checkpoints_root(arguments.run_dir), arguments.step)
+        directories = []
     manifest = read_manifest(directory)
     if arguments.json:
         print(names.manifest_path(directory).read_text(encoding="utf-8"), end="")
     else:
-        print("\n\n".join(describe(directory, manifest)))
+        print("\n\n".join(describe(directory, manifest, directories)))
     return status.WELL
 
 
-def describe(directory: Path, manifest: ShardManifest) -> list[str]:
-    """**Local.** The manifest in paragraphs; parts that are empty are left out."""
+def describe(directory: Path, manifest: ShardManifest, on_nodes: Sequence[Path] = ()) -> list[str]:
+    """**Local.** The manifest in paragraphs; parts that are empty are left out. `on_nodes`: the nodes' directories."""
     parts = [_head(directory, manifest)]
     for name, mapping in (
         ("meta", manifest.meta),
@@ -60,8 +68,9 @@ def describe(directory: Path, manifest: ShardManifest) -> list[str]:
     if manifest.index:
         parts.append(f"named parameters, intervals of {', '.join(flat_arrays(manifest.arrays))}\n{_index(manifest)}")
     parts.append(f"shards\n{_shards(manifest)}")
-    if is_of_node(directory):
-        parts.append(f"on this node\n{_here(directory, manifest)}")
+    for here in on_nodes:
+        title = "on this node" if len(on_nodes) == 1 else f"in {here}"
+        parts.append(f"{title}\n{_here(here, manifest)}")
     return parts
 
 

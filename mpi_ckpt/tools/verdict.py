@@ -15,7 +15,8 @@ from mpi_ckpt.tools import text
 class Verdict:
     """What was found about one step: its size in bytes, and every fault.
 
-    `elsewhere`, in the directories of nodes: the ranks of whose files nothing lies there, which is no fault.
+    In the directories of nodes, `elsewhere` are the ranks of whose files nothing lies there, which is no fault, and
+    `advice` says what helps against the faults, if there are any.
     """
 
     step: int
@@ -23,6 +24,7 @@ class Verdict:
     nbytes: int
     faults: list[CheckpointError]
     elsewhere: tuple[int, ...] = ()
+    advice: str | None = None
 
     @property
     def intact(self) -> bool:
@@ -34,9 +36,11 @@ class Verdict:
         print(f"step {self.step:8d}  {text.size(self.nbytes):>10}  {'intact' if self.intact else 'DAMAGED'}")
         for fault in self.faults:
             print(f"  {fault}")
+        if self.faults and self.advice:
+            print(f"  {self.advice}")
         if self.elsewhere:
             ranks = ", ".join(map(str, self.elsewhere[:16])) + (", ..." if len(self.elsewhere) > 16 else "")
-            print(f"  on other nodes: what rank{'s' * (len(self.elsewhere) > 1)} {ranks} saved")
+            print(f"  on other nodes, or lost: what rank{'s' * (len(self.elsewhere) > 1)} {ranks} saved")
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -46,7 +50,7 @@ class Verdict:
             for f in self.faults
         ]
         found = {"step": self.step, "nbytes": self.nbytes, "intact": self.intact, "faults": faults}
-        return found | {"elsewhere": list(self.elsewhere)}
+        return found | {"elsewhere": list(self.elsewhere), "advice": self.advice if self.faults else None}
 
 
 def fault_of(check: Callable[[], object], path: Place, rank: int) -> CheckpointError | None:

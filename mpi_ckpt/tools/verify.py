@@ -31,8 +31,10 @@ much and computes less: it finds damage, not forgery. Nothing is changed. A step
 damage. With --remote, the steps of a remote tier: every byte is read from there.
 
 Of nodes' own directories (--local, or one in the place of RUN_DIR) everything that lies there: shards, parity files
-and redundancy descriptors. What does not lie there is on other nodes, and no damage."""
-EXAMPLE = "python -m mpi_ckpt verify runs/demo --quick"
+and redundancy descriptors. What does not lie there is on other nodes, and no damage. Beside RUN_DIR, --local may be
+what the trainer has, without the name of the run."""
+EXAMPLE = """python -m mpi_ckpt verify runs/demo --quick
+  python -m mpi_ckpt verify --local /mnt/node*/ckpt/demo"""
 
 
 def verify(
@@ -82,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print a verdict a step; the exit status."""
+    remote.check_place(arguments)
     verdicts = []
     for verdict in _remotely(arguments) if arguments.remote is not None else _locally(arguments):
         verdicts.append(verdict)

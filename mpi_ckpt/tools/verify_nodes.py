@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def _verify_step(
     while True:
         valid, faults = nodes.manifests(local, step)
         if not valid:
-            return Verdict(step, directories[0], 0, faults)
+            advice = "name the other nodes' directories, too: one that has an intact manifest is enough for `repair`"
+            return Verdict(step, directories[0], 0, _without_action(faults), advice=advice)
         manifest = nodes.choose(local, valid)
         check = partial(_check, manifest.save_id, "quick" if quick else "full", advance)
         records, places = zip(*product(manifest.shards, directories), strict=True)
@@ -62,7 +64,23 @@ def _verify_step(
         # The step was saved again meanwhile: what is missing of the older save is no damage.
     here = {record.rank for record, files in zip(records, found, strict=True) if files}
     elsewhere = tuple(record.rank for record in manifest.shards if record.rank not in here)
-    return Verdict(step, directories[0], sum(files.nbytes for files in found if files), faults, elsewhere)
+    nbytes = sum(files.nbytes for files in found if files)
+    return Verdict(step, directories[0], nbytes, _without_action(faults), elsewhere, _advice(local, step, elsewhere))
+
+
+def _without_action(faults: list[CheckpointError]) -> list[CheckpointError]:
+    """What each says is for a step in one place; here one thing helps against all of them, which is said once."""
+    for fault in faults:
+        fault.action = None
+    return faults
+
+
+def _advice(local: Sequence[Path], step: int, elsewhere: Sequence[int]) -> str:
+    more, which = (" DIR ...", " (DIR ... are those of the other nodes)") if elsewhere else ("", "")
+    return (
+        f"`python -m mpi_ckpt repair {shlex.join(map(str, local))}{more} --step {step}`{which} makes it again, as far "
+        "as the redundancy goes; so does a launch that needs it"
+    )
 
 
 def _check(save_id: str, verify: str, advance: Advance, record: ShardRecord, directory: Path) -> _Files | None:
