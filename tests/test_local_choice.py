@@ -159,7 +159,7 @@ def test_a_node_that_fails_when_manifests_are_replaced_fails_the_save_at_once_on
 
 
 @pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
-def test_a_node_that_was_away_does_not_put_its_save_over_one_that_the_others_can_give_back(comm, shared_path):
+def test_a_node_that_was_away_does_not_put_its_save_over_one_that_the_others_can_give_back(comm, shared_path, caplog):
     cluster = Cluster(comm, shared_path)
     cluster.save("abcd", 10, 20, 30)  # of an attempt that is started anew, with fewer saves up to step 30
     if comm.rank == 0:
@@ -174,3 +174,5 @@ def test_a_node_that_was_away_does_not_put_its_save_over_one_that_the_others_can
     assert cluster.restore("abcd") == 30
     assert [manifest(cluster, node, 30).read_bytes() for node in "abcd"] == [kept] * 4
     assert not cluster.named("local_loss")
+    assert "damaged" not in caplog.text, "what was whole, of another save"
+    assert "which counts it as lost" in caplog.text or comm.rank == 3

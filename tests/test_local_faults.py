@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -98,6 +99,36 @@ def test_a_fault_in_any_phase_on_one_node_fails_the_save_on_all_and_leaves_no_tr
             assert files_on_nodes(cluster) == before, f"{call} {pattern}"
             assert checkpointer.all_steps() == [10]
     cluster.lose("ab"[rank < 2])  # the node whose disk did not fail: what is left must be enough
+    assert cluster.restore(NODES) == 10
+    cluster.save(NODES, 20)
+    assert cluster.restore(NODES) == 20
+
+
+@mpi
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_disk_that_fails_while_a_save_is_prepared_fails_it_on_all(comm, shared_path, monkeypatch, rank):
+    """Where the node is looked at, its room and what is there, and where the step's directory is made."""
+    cluster = Cluster(comm, shared_path)
+    root = cluster.node(NODES[rank])
+    directory = names.step_dir(root, 20)
+    with cluster.open(NODES) as checkpointer:
+        checkpointer.save(10, cluster.state(10))
+        before = files_on_nodes(cluster)
+        for call, path in (("scandir", root), ("statvfs", root), ("mkdir", directory), ("scandir", directory)):
+            real = getattr(os, call)
+
+            def failing(about, *rest, path=path, real=real):
+                if comm.rank == rank and str(about) == str(path):
+                    raise OSError(EIO, os.strerror(EIO), str(path))
+                return real(about, *rest)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, failing)
+                error = error_of(comm, SaveFailed, lambda: checkpointer.save(20, cluster.state(20)))
+            assert (error.rank, error.path) == (rank, str(path))
+            assert "[Errno 5]" in str(error)
+            assert files_on_nodes(cluster) == before, f"{call} {path}"
+    cluster.lose("ab"[rank < 2])
     assert cluster.restore(NODES) == 10
     cluster.save(NODES, 20)
     assert cluster.restore(NODES) == 20

@@ -88,6 +88,23 @@ def test_a_parity_file_is_one_of_the_group_whose_descriptor_lies_beside_it():
     assert plan(nodes).report.rebuilt == ("rank00002.h5",)
 
 
+def needed(nodes: list[Found]) -> tuple[int, ...]:
+    with pytest.raises(LostBeyondScheme) as error:
+        plan(nodes)
+    return error.value.needed
+
+
+def test_what_would_make_a_save_whole_is_all_that_no_group_gives_back():
+    ring, stripes = (described(scheme, 5, [(0, 2), (1, 3, 4)]) for scheme in ("partner", "xor"))
+    left = [node(ring[0], 0), Found(), node(ring[2], 2), Found(), node(ring[4], 4)]
+    assert needed(left) == (1,), "the copy of 3 is with 4"
+    left[4].files[parity_name("rank00004.h5")] -= 1
+    assert needed(left) == (1, 3)
+    assert needed([node(stripes[0], 0), Found(), node(stripes[2], 2), Found(), node(stripes[4], 4)]) == (1, 3)
+    assert needed([Found(), node(ring[1], 1), Found(), node(ring[3], 3), node(ring[4], 4)]) == (0, 2)
+    assert needed([node(None, 0), Found(), node(None, 2), Found(), node(None, 4)]) == (1, 3)
+
+
 def test_what_lies_nowhere_and_is_in_no_group_is_named():
     old = described("xor", 4, OLD)
     with pytest.raises(LostBeyondScheme, match=r"more is lost than xor gives back: all members .* of ranks 1, 3") as e:
@@ -150,7 +167,7 @@ def test_data_are_compared_with_the_records_by_whom_it_is_asked_and_nobody_else(
         assert survey(tmp_path, SAVE, records, verify=[0, 2]).damaged == frozenset()
         assert caplog.text == ""
         assert survey(tmp_path, SAVE, records, verify=range(3)).damaged == {"rank00001.h5"}
-    assert f"damaged, counts as lost: {tmp_path / 'rank00001.h5'}" in caplog.text
+    assert f"not what save {SAVE} wrote, which counts it as lost: {tmp_path / 'rank00001.h5'}" in caplog.text
 
 
 def test_parity_is_compared_with_the_descriptor_of_this_save_alone(tmp_path):

@@ -121,6 +121,15 @@ def test_two_runs_of_one_name_that_meet_on_the_nodes_are_told_apart(launch):
             {"restore": {"tier": "local"}, "rebuild": {"step": 5, "rebuilt": [*"abcdef"]}},
             " from the nodes; rebuilt a, b, c, d and 2 more",
         ),
+        (
+            {
+                "restore": {"tier": "local"},
+                "local_loss": {"step": 5, "fetched": {"remote": ["b"], "shared": ["a", "c"]}},
+            },
+            " from the nodes; b from the remote tier; a, c from the shared directory",
+        ),
+        ({"restore": {"tier": "local"}, "local_loss": {"step": 9, "fetched": {}}}, " from the nodes"),
+        ({"restore": {"tier": "shared"}, "local_loss": {"step": 5, "fetched": {}}}, " from the shared directory"),
     ],
 )
 def test_where_a_launch_goes_on_names_the_tier_and_what_was_rebuilt_of_that_step(happened, said):

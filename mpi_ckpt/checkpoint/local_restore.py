@@ -5,8 +5,10 @@
     rebuild   what lies elsewhere is sent, what is lost is made again, verified, protected     then all agree
     restore   as from any directory: each rank reads on its own node
 
-More loss than the scheme gives back costs that step its place among the nodes' steps, on every rank with the same
-account of it; then the same step is tried in the shared and the remote tier, and after that the next older one.
+Where more is lost than the scheme gives back, every rank gets the same account of it; and the shards that are missing
+come from the shared or the remote tier, if the very same save is committed there, onto the nodes, where they are
+protected again with the others. Else the loss costs that step its place among the nodes' steps; then the whole step is
+tried in the other tiers, and after that the next older one.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from mpi_ckpt.checkpoint import filling, local_fetch, restore, steps
 from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.local_holdings import Copy
 from mpi_ckpt.checkpoint.local_tier import LocalTier
+from mpi_ckpt.checkpoint.local_whole import bring, make_whole
 from mpi_ckpt.checkpoint.opened import Opened, RestoreOptions, Template, check_world_size, open_copies
 from mpi_ckpt.checkpoint.tiers import Copies, Tiers
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.errors import CheckpointError, CorruptShard, InvalidManifest, RemoteFailed, UnknownSchema
+from mpi_ckpt.errors import (
+    CheckpointError,
+    InvalidManifest,
+    LayoutMismatch,
+    RankSilent,
+    RemoteFailed,
+    UnknownSchema,
+)
 from mpi_ckpt.redundancy.coverage import LostBeyondScheme
-from mpi_ckpt.redundancy.descriptor import descriptor_name, read_descriptor
-from mpi_ckpt.redundancy.protect import Protection, Source
-from mpi_ckpt.redundancy.rebuild import rebuild
-from mpi_ckpt.redundancy.recovery import Place, Report
-from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.names import manifest_path
-from mpi_ckpt.storage.shard_check import verify_file
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ def restore_nearest(task: Restoring) -> Opened | None:
             _account(task, step, lost[step])
         elif step in near and not (step in far and _is_newer(task, step, near[step][0])):
             try:
-                opened = _from_nodes(task, step, near[step][1])
+                opened = _from_nodes(task, step, near[step][1], further=step in far)
             except restore.DAMAGE as error:
                 lost[step] = error
                 _account(task, step, error)
@@ -138,11 +142,14 @@ def _list_far(tiers: Tiers, otherwise: bool) -> list[int]:
         return []
 
 
-def _account(task: Restoring, step: int, error: CheckpointError) -> None:
-    """**Local.** Say what is lost: the error names ranks and domains."""
+def _account(task: Restoring, step: int, error: CheckpointError, fetched: dict[str, list[str]] | None = None) -> None:
+    """**Local.** Say what is lost: the error names ranks and domains; and which shards came from which other tier, if
+    these were all that it took."""
     if task.council.rank == 0:
-        logger.warning("step %d cannot be restored from the nodes, going on with another copy or step: %s", step, error)
-    task.on_event({"event": "local_loss", "step": step, "error": str(error)})
+        origins = " and ".join(f"{', '.join(files)} from the {tier} tier" for tier, files in (fetched or {}).items())
+        way_on = origins or "another copy or step"
+        logger.warning("step %d cannot be restored from the nodes alone, going on with %s: %s", step, way_on, error)
+    task.on_event({"event": "local_loss", "step": step, "error": str(error), "fetched": fetched or {}})
 
 
 def _set_aside(task: Restoring, lost: list[int]) -> None:
@@ -160,7 +167,63 @@ def _set_aside(task: Restoring, lost: list[int]) -> None:
         task.council.everywhere(set_aside)
 
 
-def _from_nodes(task: Restoring, step: int, holder: int) -> Opened:
+def _from_nodes(task: Restoring, step: int, holder: int, further: bool) -> Opened:
+    """**Collective.** With help, where the nodes have lost more than they can give back, from the very same save in a
+    tier `further` away, if it is there. Raises restore.DAMAGE."""
+    try:
+        return _intact(task, step, holder)
+    except LostBeyondScheme as error:
+        manifest = task.tier.read_manifest(task.council, step, holder)
+        far = task.council.share(lambda: _same_save(task.tiers, manifest)) if further else None
+        if far is None:
+            raise
+        loss = error
+    return _completed(task, manifest, holder, far, loss)
+
+
+def _same_save(tiers: Tiers, here: ShardManifest) -> Copies | None:
+    try:
+        there = tiers.open(here.step)
+    except UnknownSchema:
+        raise
+    except CheckpointError as error:
+        logger.warning("step %d: its copy beyond the nodes cannot be opened: %s", here.step, error)
+        return None
+    return there if there.manifest.save_id == here.save_id else None
+
+
+def _completed(task: Restoring, manifest: ShardManifest, holder: int, far: Copies, loss: LostBeyondScheme) -> Opened:
+    """**Collective.** What the nodes hold or can make again comes from them, the rest from `far`, and stays on them.
+
+    Raises `loss` where that cannot be done: `far` alone may still do.
+    """
+    council, step = task.council, manifest.step
+    brought: dict[str, list[str]] = {}
+    had: set[int] = set()
+    error = loss
+    while missing := [rank for rank in error.needed if rank not in had]:
+        try:
+            for origin, files in bring(council, task.tier, manifest, far, missing).items():
+                brought[origin] = sorted([*brought.get(origin, []), *files])
+            had |= {*missing}
+            opened = _intact(task, step, holder)
+        except LostBeyondScheme as another:
+            error = another
+        except (UnknownSchema, RankSilent, LayoutMismatch):
+            raise
+        except CheckpointError as failure:  # a full disk, a damaged copy
+            if failure.silent:
+                raise
+            if council.rank == 0:
+                logger.warning("step %d cannot be made whole on the nodes: %s", step, failure)
+            break
+        else:
+            _account(task, step, loss, brought)
+            return opened
+    raise loss
+
+
+def _intact(task: Restoring, step: int, holder: int) -> Opened:
     """**Collective.** Once as the files' sizes promise; should one turn out to be damaged, again without it."""
     try:
         return _attempt(task, step, holder, verify=False)
@@ -188,65 +251,3 @@ def _attempt(task: Restoring, step: int, holder: int, verify: bool) -> Opened:
         guests.fetch(needed)
         filling.fill(council, opened, task.template, task.options)
     return opened
-
-
-def make_whole(
-    council: Council, tier: LocalTier, manifest: ShardManifest, verify: bool, on_event: Callable[[Event], None]
-) -> None:
-    """**Collective.** Bring every rank's own files to its own node, with their redundancy.
-
-    With `verify` every file that lies on a node is read first, and a damaged one made again. Groups that survive fewer
-    losses than those that could be formed now give way to new ones. Raises LostBeyondScheme, CorruptShard.
-    """
-    directory, save_id, records = tier.directory(manifest.step), manifest.save_id, manifest.shards
-
-    def look(verify: bool) -> Found:
-        read = _share(council, Place(tier.domain, str(directory)), manifest.world_size) if verify else range(0)
-        return council.everywhere(lambda: survey(directory, save_id, records, verify=read))
-
-    report = rebuild(council, directory, look, tier.domain, save_id=save_id, records=records, verify=verify)
-    if manifest.world_size == council.size and _could_be_stronger(council, tier, directory, manifest):
-        report = _protect_anew(council, tier, directory, manifest, report)
-    done = {name: list(getattr(report, name)) for name in ("moved", "rebuilt", "encoded", "weak")}
-    if any(done.values()):
-        on_event({"event": "rebuild", "step": manifest.step, **done})
-
-
-def _share(council: Council, place: Place, world_size: int) -> range:
-    """**Collective.** The ranks of the save whose files, if they lie at `place`, this rank reads for its node."""
-    places = council.agree(lambda: place, list)
-    peers = [rank for rank, found in enumerate(places) if found == place]
-    return range(peers.index(council.rank), world_size, len(peers))
-
-
-def _could_be_stronger(council: Council, tier: LocalTier, directory: Path, manifest: ShardManifest) -> bool:
-    """**Collective.** Whether groups of the present domains would survive more losses than those that there are."""
-    path = directory / descriptor_name(manifest.shards[council.rank].path)
-    return council.agree(lambda: read_descriptor(path).tolerance, lambda found: min(found)) < tier.tolerance
-
-
-def _protect_anew(
-    council: Council, tier: LocalTier, directory: Path, manifest: ShardManifest, report: Report
-) -> Report:
-    """**Collective.** New groups, for ranks that are in none, or share a failure domain with another of theirs.
-
-    Raises CorruptShard for a file that is not what was saved: the old groups, which are left then, may give it back.
-    """
-    record = manifest.shards[council.rank]
-
-    def digest() -> str:
-        verify_file(directory / record.path, record)
-        return record.sha256
-
-    try:
-        source = Source(record.path, record.nbytes, directory / record.path)
-        protection = Protection(council, tier.scheme, tier.domain, source, directory, save_id=manifest.save_id)
-        own = protection.write(digest)
-    except CorruptShard:
-        raise
-    except CheckpointError as error:
-        if council.rank == 0:
-            logger.warning("step %d is whole, but weaker than %s: %s", manifest.step, tier.scheme, error)
-        return report
-    weak = own.ranks if own.tolerance < own.scheme.tolerance else ()
-    return replace(report, weak=council.agree(lambda: weak, lambda found: tuple(sorted({*found} - {()}))))

@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def tier_of(place: Directory) -> str:
+    """Which of the tiers beyond the nodes a place is of."""
+    return "shared" if isinstance(place, Path) else "remote"
+
+
 @dataclass(frozen=True)
 class Copies:
     """A step's manifest, and the places where its shards may lie, the nearest first. Travels between ranks.

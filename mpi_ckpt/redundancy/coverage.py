@@ -22,7 +22,12 @@ _ACTION = "Restore an older step, or this one from the shared or the remote tier
 
 
 class LostBeyondScheme(MissingShard):
-    """More members of a parity group are lost than its scheme can give back."""
+    """More members of a parity group are lost than its scheme can give back.
+
+    `needed`: ranks whose files, if they came from elsewhere, would give back others, or all that is lost.
+    """
+
+    needed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,25 @@ def files_of(group: Descriptor) -> Iterator[MemberFile]:
 
 def beyond(lost: Sequence[int], candidates: Sequence[Candidate], records: Sequence[ShardRecord]) -> LostBeyondScheme:
     """The error for ranks whose data lie nowhere, and that no group gives back; of one group, where any is known."""
+    error = _beyond(lost, candidates, records)
+    error.needed = _needed(lost, candidates)
+    return error
+
+
+def _needed(lost: Sequence[int], candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    """Those that no group gives back by itself, if there are such: of three partners two are lost, and of the one there
+    is still the copy."""
+    copies = {candidate.group.ranks[m] for candidate in candidates for m in _given_back(candidate)}
+    return tuple(rank for rank in lost if rank not in copies) or tuple(lost)
+
+
+def _given_back(candidate: Candidate) -> Iterator[int]:
+    for member in range(len(candidate.group.members)):
+        if MemberFile(member, DATA) not in candidate.readers and member not in candidate.way.lost:
+            yield member
+
+
+def _beyond(lost: Sequence[int], candidates: Sequence[Candidate], records: Sequence[ShardRecord]) -> LostBeyondScheme:
     rank = lost[0]
     known = next((candidate for candidate in candidates if rank in candidate.group.ranks), None)
     if known is not None:

@@ -7,15 +7,25 @@ from pathlib import Path
 
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CorruptShard
-from mpi_ckpt.redundancy.descriptor import Member, ParityPiece, write_descriptor
+from mpi_ckpt.redundancy.descriptor import Member, ParityPiece, descriptor_name, parity_name, write_descriptor
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA, PARITY
 from mpi_ckpt.redundancy.protect import SLOW_DISK, carry_out, undone
-from mpi_ckpt.redundancy.recovery import FileKey, Place, Recovery, Report, Vote, plan_recovery, speakers
+from mpi_ckpt.redundancy.recovery import (
+    FileKey,
+    Place,
+    Recovery,
+    Report,
+    Vote,
+    plan_new_groups,
+    plan_recovery,
+    speakers,
+)
+from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.redundancy.survey import Found
 from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.records import ShardRecord
-from mpi_ckpt.storage.shard_check import hash_file
+from mpi_ckpt.storage.shard_check import hash_file, verify_file
 
 
 def rebuild(
@@ -63,6 +73,36 @@ def rebuild(
             lambda: written.update(_write(council, plan, mine, directory)), lambda _: None, extra_time=extra_time
         )
         council.agree(lambda: _publish(plan, mine, written, _hosted(plan, council), found, directory), lambda _: None)
+    return plan.report
+
+
+def protect_anew(
+    council: Council, directory: Path, domain: str, scheme: Scheme, *, save_id: str, records: Sequence[ShardRecord]
+) -> Report:
+    """**Collective.** New groups, by `scheme`, of the nodes that the save's files lie on now, instead of the old ones.
+
+    Every rank's node holds the data of each rank it looks after, as `rebuild` leaves them: they are read and compared
+    once more, for parity of other bytes gives nothing back. Raises Unprotected, CorruptShard, CheckpointError; where
+    the files are being renamed then, those of every rank go: the save is left whole, and bare.
+    """
+    directory = Path(directory)
+    place = Place(domain, str(directory))
+    plan = council.agree(lambda: place, lambda places: plan_new_groups(places, scheme, save_id, records))
+    hosted = _hosted(plan, council)
+    mine = {key: directory / plan.names[key] for key, host in plan.targets.items() if host == council.rank}
+    pieces: dict[FileKey, tuple[ParityPiece, ...]] = {}
+
+    def write() -> None:
+        pieces.update(_write(council, plan, mine, directory))
+        for rank in range(council.rank, len(records), council.size):
+            verify_file(directory / records[rank].path, records[rank])
+
+    data = [plan.names[FileKey(index, member, DATA)] for index, member in hosted]
+    files = [directory / name(file) for file in data for name in (parity_name, descriptor_name)]
+    with undone(*map(names.tmp, files)):
+        council.agree(write, lambda _: None, extra_time=2 * sum(r.nbytes for r in records) / SLOW_DISK)
+    with undone(*map(names.tmp, files), *files):
+        council.agree(lambda: _publish(plan, mine, pieces, hosted, Found(), directory), lambda _: None)
     return plan.report
 
 

@@ -14,8 +14,10 @@ from typing import NamedTuple
 from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.redundancy import planner
 from mpi_ckpt.redundancy.coverage import Candidate, alone, beyond, choose, files_of
-from mpi_ckpt.redundancy.descriptor import Descriptor, ParityPiece, parity_name
+from mpi_ckpt.redundancy.descriptor import Descriptor, Member, ParityPiece, parity_name
+from mpi_ckpt.redundancy.groups import form_groups
 from mpi_ckpt.redundancy.planner import DATA, PARITY, MemberFile
+from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.redundancy.survey import Found
 from mpi_ckpt.storage.records import ShardRecord
 
@@ -52,7 +54,7 @@ class Report:
     """What was done, by file name. `weak`: groups (their ranks) that survive fewer losses than the scheme promises.
 
     That happens when members of a group now run in one failure domain; or to `bare` ranks, whose redundancy is lost
-    with all that tells of it. `protect` forms new groups.
+    with all that tells of it. `protect_anew` forms new groups.
     """
 
     moved: tuple[str, ...] = ()
@@ -106,6 +108,26 @@ def plan_recovery(votes: Sequence[Vote], save_id: str, records: Sequence[ShardRe
         raise beyond(lost, candidates, records)
     chosen += [alone(records[rank], readers[rank], save_id, len(records)) for rank in bare]
     return _plan(chosen, tuple(bare), votes)
+
+
+def plan_new_groups(places: Sequence[Place], scheme: Scheme, save_id: str, records: Sequence[ShardRecord]) -> Recovery:
+    """All parity of a save again, by groups of the nodes that its files lie on now, each with its host's.
+
+    `places` are those of the launch's ranks. Raises Unprotected.
+    """
+    size = len(places)
+    members = [Member(r.rank, "", r.path, r.nbytes, r.sha256) for r in records]
+    chosen = []
+    for ranks in form_groups(scheme, host_domains(places, len(records))).groups:
+        group = Descriptor(save_id, len(records), scheme, 0, tuple(members[rank] for rank in ranks), ())
+        readers = {MemberFile(member, DATA): rank % size for member, rank in enumerate(ranks)}
+        chosen.append(Candidate.of(group, readers, {}))
+    return _plan(chosen, (), [Vote(place, Found()) for place in places])
+
+
+def host_domains(places: Sequence[Place], world_size: int) -> list[str]:
+    """The failure domain that the files of each rank of the save lie in."""
+    return [places[rank % len(places)].domain for rank in range(world_size)]
 
 
 def _plan(chosen: Sequence[Candidate], bare: tuple[int, ...], votes: Sequence[Vote]) -> Recovery:

@@ -48,7 +48,7 @@ def survey(directory: Path, save_id: str, records: Sequence[ShardRecord] = (), *
                 descriptors.append(read_descriptor(directory / name))
     mine = tuple(found for found in descriptors if found.save_id == save_id)
     checks = _checks(directory, [r for r in records if r.rank in verify], [d for d in mine if d.mine.rank in verify])
-    damaged = frozenset(name for name, check in checks.items() if name in files and _fails(directory / name, check))
+    damaged = frozenset(n for n, check in checks.items() if n in files and _fails(directory / n, save_id, check))
     return Found(mine, files, damaged)
 
 
@@ -69,11 +69,12 @@ def _has_digest(path: Path, sha256: str) -> bool:
     return hash_file(path)[0] == sha256
 
 
-def _fails(path: Path, check: Callable[[], bool]) -> bool:
+def _fails(path: Path, save_id: str, check: Callable[[], bool]) -> bool:
     with _noting(path):
         if check():
             return False
-        logger.warning("damaged, counts as lost: %s", path)
+        # Not "damaged": it may be whole, and another save's that is looked for next.
+        logger.warning("not what save %s wrote, which counts it as lost: %s", save_id, path)
     return True
 
 

@@ -66,16 +66,20 @@ class StepTable:
 
 
 def resumed(run_dir: Path, step: int, events: Mapping[str, dict[str, Any]]) -> str:
-    """Where a launch goes on. By the newest `restore` and `rebuild` among `events`: from which tier, and what of it was
-    rebuilt."""
+    """Where a launch goes on. By the newest `restore`, `rebuild` and `local_loss` among `events`: from which tier, what
+    of it was rebuilt, and which shards came from which other tier."""
     tier = events.get("restore", {}).get("tier")
     text = f"resumed {run_dir} after step {step}" + (f" from {_TIERS[tier]}" if tier in _TIERS else "")
-    rebuild = events.get("rebuild", {})
-    rebuilt = rebuild["rebuilt"] if tier == "local" and rebuild.get("step") == step else []
-    if rebuilt:
-        more = f" and {len(rebuilt) - _FEW} more" if len(rebuilt) > _FEW else ""
-        text += f"; rebuilt {', '.join(rebuilt[:_FEW])}{more}"
+    rebuild, loss = (events.get(name, {}) if tier == "local" else {} for name in ("rebuild", "local_loss"))
+    if rebuild.get("step") == step and rebuild["rebuilt"]:
+        text += f"; rebuilt {_few(rebuild['rebuilt'])}"
+    for origin, files in loss["fetched"].items() if loss.get("step") == step else ():
+        text += f"; {_few(files)} from {_TIERS[origin]}"
     return text
+
+
+def _few(files: Sequence[str]) -> str:
+    return ", ".join(files[:_FEW]) + (f" and {len(files) - _FEW} more" if len(files) > _FEW else "")
 
 
 def print_memory(rows: Sequence[Sequence[float]], num_params: int) -> None:

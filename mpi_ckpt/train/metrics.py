@@ -13,8 +13,11 @@ An event:  {"event": name, "step", ...}, with `*_seconds` in seconds and `nbytes
     upload      nbytes, sent_nbytes, upload_seconds   the step is committed in the remote tier too
     upload_failed   error                the step is not there yet: tried again with the next one
     upload_given_up                      too many steps waited: this one stays away from the remote tier
-    rebuild     moved, rebuilt, encoded, weak   ranks whose files the nodes had lost or held elsewhere: whole again
-    local_loss  error                    the nodes cannot give the step back: an older one or a further tier is taken
+    rebuild     moved, rebuilt, encoded, weak   files that lay on other nodes, shards and parity made again,
+                                         groups of ranks that still survive fewer losses than the scheme promises
+    local_loss  error, fetched           the nodes alone cannot give the step back: `fetched` are the shards that came
+                                         from another tier, {"shared": [...]}; if none, that tier or an older step is
+                                         taken whole
     weak_redundancy scheme, tolerance, promised   once a launch: nodes share so many of a group's ranks that fewer may
                                          be lost than the scheme promises
     unprotected scheme, domains          once a launch: so few failure domains cannot protect each other at all, and a
