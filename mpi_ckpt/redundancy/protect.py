@@ -35,14 +35,11 @@ SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches
 
 @dataclass(frozen=True)
 class Source:
-    """A rank's file that is to be protected: its final plain name, its size, and where its bytes are.
-
-    They may be in memory, while the file is still being written; a file is read past the page cache.
-    """
+    """A rank's file that is to be protected: its final plain name, its size, and its bytes in memory."""
 
     name: str
     nbytes: int
-    origin: Path | InMemory
+    origin: InMemory
 
 
 class Protection:
@@ -61,7 +58,7 @@ class Protection:
         """
         self._council, self._source, self._directory = council, source, Path(directory)
         mine = Member(council.rank, domain, source.name, source.nbytes, "")
-        self._own = replace(_agree_on_groups(council, scheme, mine, source), save_id=save_id)
+        self._own = replace(_agree_on_groups(council, scheme, mine), save_id=save_id)
 
     def write(self, sha256: Callable[[], str]) -> Descriptor:
         """**Collective.** Write this rank's parity file and its descriptor.
@@ -90,31 +87,19 @@ class Protection:
         return finished
 
 
-def _agree_on_groups(council: Council, scheme: Scheme, mine: Member, source: Source) -> Descriptor:
+def _agree_on_groups(council: Council, scheme: Scheme, mine: Member) -> Descriptor:
     """This rank's group; save id and digests are not filled in."""
-
-    def work() -> Member:
-        found = source.origin.stat().st_size if isinstance(source.origin, Path) else mine.nbytes
-        if found != mine.nbytes:
-            raise SaveFailed(
-                "the file to protect is not what was written",
-                path=source.origin,
-                found=f"{found} bytes",
-                expected=f"{mine.nbytes} bytes",
-                action="See what else writes to this directory.",
-            )
-        return mine
 
     def decide(members: list[Member]) -> list[tuple[Member, ...]]:
         groups = form_groups(scheme, [member.domain for member in members]).groups
         return [tuple(members[rank] for rank in group) for group in groups]
 
-    groups = council.agree(work, decide, otherwise=SaveFailed)
+    groups = council.agree(lambda: mine, decide, otherwise=SaveFailed)
     members = next(group for group in groups if mine in group)
     return Descriptor("", council.size, scheme, members.index(mine), members, ())
 
 
-def _write_parity(council: Council, own: Descriptor, origin: Path | InMemory, temporary: Path) -> Sequence[ParityPiece]:
+def _write_parity(council: Council, own: Descriptor, origin: InMemory, temporary: Path) -> Sequence[ParityPiece]:
     """Take part in the group's exchange; this rank's parity is durable under its temporary name then."""
     data, parity = MemberFile(own.member, DATA), MemberFile(own.member, PARITY)
     parts = planner.parity_parts(own.scheme, own.sizes, own.member)
