@@ -14,7 +14,8 @@ ELEMENTS = 50_000
 
 def leave_on_nodes(checkpointer: Checkpointer) -> None:
     """**Local.** As where a launch dies before its end: what is on the nodes alone stays there alone."""
-    checkpointer._saving.share_newest = lambda: None
+    if checkpointer._local is not None:
+        checkpointer._local.newest_unshared = lambda *_: None
 
 
 class Cluster:
@@ -48,10 +49,10 @@ class Cluster:
             "own": own,
         }
 
-    def save(self, of: str, *steps: int, **options) -> None:
+    def save(self, of: str, *steps: int, shared: bool = False, **options) -> None:
         with self.open(of, **options) as checkpointer:
             for step in steps:
-                checkpointer.save(step, self.state(step))
+                checkpointer.save(step, self.state(step), shared=shared)
 
     def restore(self, of: str, step: int | None = None, **options) -> int | None:
         """**Collective.** The step that was found; its contents are what was saved."""

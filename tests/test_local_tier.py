@@ -17,7 +17,6 @@ import pytest
 from mpi_ckpt import Checkpointer, PerRank
 from mpi_ckpt.errors import (
     CheckpointError,
-    CorruptShard,
     DirectoryInUse,
     MissingShard,
     SaveFailed,
@@ -163,7 +162,8 @@ def test_the_last_save_of_a_launch_that_ends_well_goes_to_the_shared_tier(comm, 
     assert names.list_steps(cluster.node("a")) == [40, 50]
     assert [event["tier"] for event in cluster.named("commit") if event["step"] == 50] == ["local", "shared"]
     near, far = read_manifest(cluster.node("a") / "step_00000050"), read_manifest(shared_path / "shared/step_00000050")
-    assert (far.save_id, far.shards, far.meta, far.save_count) == (near.save_id, near.shards, {"at": 50}, 5)
+    assert far == near
+    assert (far.meta, far.save_count) == ({"at": 50}, 5)
     for record in far.shards:
         assert hashlib.sha256((shared_path / "shared/step_00000050" / record.path).read_bytes()).hexdigest() == (
             record.sha256
@@ -174,30 +174,69 @@ def test_the_last_save_of_a_launch_that_ends_well_goes_to_the_shared_tier(comm, 
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_what_was_discarded_or_not_saved_by_this_launch_is_not_copied_at_its_end(comm, shared_path):
+def test_what_a_launch_that_ends_well_has_gone_back_to_or_only_restored_goes_there_too(comm, shared_path):
     cluster = Cluster(comm, shared_path)
     with cluster.open("ab", ends=True) as checkpointer:
-        for step in (10, 20):
-            checkpointer.save(step, cluster.state(step), shared=step == 10)
-        assert checkpointer.discard_after(10) == [20]
-    assert names.list_steps(shared_path / "shared") == [10]
+        for step in (10, 20, 30):
+            checkpointer.save(step, cluster.state(step))
+        assert checkpointer.discard_after(20) == [30]
+    assert names.list_steps(shared_path / "shared") == [20]
+    with cluster.open("ab") as checkpointer:
+        checkpointer.save(40, cluster.state(40))
     with cluster.open("ab", ends=True) as checkpointer:
-        assert checkpointer.restore(cluster.state(None)).step == 10
-    assert names.list_steps(shared_path / "shared") == [10]
+        pass  # looks at nothing, changes nothing
+    assert names.list_steps(shared_path / "shared") == [20]
+    with cluster.open("ab", ends=True) as checkpointer:
+        assert checkpointer.restore(cluster.state(None)).step == 40
+    assert names.list_steps(shared_path / "shared") == [20, 40]
+    cluster.lose("a", "b")
+    assert cluster.restore("ab") == 40
 
 
-@pytest.mark.mpi(ranks=[2], timeout=60, unit="s")
-def test_a_last_save_that_cannot_be_copied_is_an_error_on_every_rank(comm, shared_path):
-    cluster = Cluster(comm, shared_path)
-    checkpointer = cluster.open("ab", ends=True)
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize(("scheme", "survives"), [("xor", True), ("single", False)])
+def test_a_last_save_that_is_damaged_is_made_whole_first_or_an_error_on_every_rank(comm, shared_path, scheme, survives):
+    cluster = Cluster(comm, shared_path, scheme)
+    checkpointer = cluster.open("abcd", ends=True)
     checkpointer.save(10, cluster.state(10))
     if comm.rank == 1:
         path = cluster.node("b") / "step_00000010/rank00001.h5"
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    error = error_of(comm, CorruptShard, checkpointer.close)
+    if survives:
+        checkpointer.close()
+        assert cluster.named("rebuild")[0]["rebuilt"] == ["rank00001.h5"]
+        cluster.lose("a", "b", "c", "d")
+        assert cluster.restore("abcd") == 10
+        return
+    error = error_of(comm, MissingShard, checkpointer.close)
     assert "step 10 is on the nodes, but not in the shared tier" in str(error)
     same_everywhere(comm, str(error))
     assert not [path for path in (shared_path / "shared").rglob("*") if path.suffix in (".h5", ".tmp")]
+
+
+@pytest.mark.mpi(ranks=[4], timeout=60, unit="s")
+@pytest.mark.parametrize("how", ["lost", "other names", "left out"])
+def test_when_no_node_shows_what_the_nodes_had_it_is_said_and_nothing_begins_anew(comm, shared_path, how):
+    cluster = Cluster(comm, shared_path)
+    cluster.save("abcd", 10, 20)
+    if how == "lost":
+        cluster.lose("a", "b", "c", "d")
+    options = {"local": None, "domain": None, "redundancy": None, "shared_every": None} if how == "left out" else {}
+    of = "wxyz" if how == "other names" else "abcd"
+    error = error_of(comm, MissingShard, lambda: cluster.restore(of, **options))
+    assert "step 20 was saved on the nodes, and no node of this launch has anything of it" in str(error)
+    assert "expected failure domains a, b, c, d" in str(error)
+    same_everywhere(comm, str(error))
+    cluster.save(of, 30, shared=True)
+    cluster.save(of, 40, 50)
+    if how == "lost":
+        cluster.lose("a", "b", "c", "d")
+    cluster.events.clear()
+    again = "stuv" if how == "other names" else of
+    assert cluster.restore(again, **options) == 30
+    (loss,) = cluster.named("local_loss")
+    assert loss["step"] == 50
+    assert cluster.restore(again) == (50 if how == "left out" else 30)
 
 
 @pytest.mark.mpi(ranks=[2], timeout=60, unit="s")

@@ -37,7 +37,12 @@ def uploaded(remote, tmp_path):
 def test_a_region_of_an_array_is_that_of_the_array_that_was_saved(uploaded, tmp_path, name):
     region = REGIONS[name]
     expected = arrays(20)[name][() if region is None else region]
-    for root in (uploaded.url, tmp_path / "run" / "checkpoints", str(tmp_path / "run" / "checkpoints")):
+    for root in (
+        uploaded.url,
+        tmp_path / "run" / "checkpoints",
+        str(tmp_path / "run" / "checkpoints"),
+        tmp_path / "run",
+    ):
         assert same_bits(read(root, 20, name, region), expected)
     assert same_bits(read(uploaded.url, 10, name), arrays(10)[name])
     assert same_bits(read(uploaded.url, None, name), arrays(20)[name]), "the newest of the remote tier"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from mpi_ckpt.storage.manifest import read_manifest, write_manifest
 from tests.launch import Launcher
 from tests.ranks import contents
 from tests.tool_cases import program, save_on_nodes, verb
@@ -134,6 +136,43 @@ def test_steps_of_another_run_are_refused(here, where, out):
     assert said.status == 2
     assert "the nodes hold another run's steps" in said.err
     assert str(here / where) in said.err
+    assert contents(here) == before
+
+
+@pytest.mark.parametrize("out", ["demo", "demo/checkpoints"])
+@pytest.mark.parametrize("there", ["run.json", "steps alone"])
+@pytest.mark.parametrize("copies", ["none", "empty"])
+def test_nodes_without_a_run_file_are_known_by_their_steps(here, caplog, out, there, copies):
+    for path in (here / "nodes").glob("*/demo/run.json"):
+        path.write_bytes(b"") if copies == "empty" else path.unlink()
+    if there == "run.json":
+        of_another_seed(here / "demo" / "run.json")
+        place = here / "demo" / "run.json"
+    else:
+        place = here / "demo" / "checkpoints" / "step_00000005"
+        local = here / "nodes/{domain}/demo"
+        assert verb("scavenge", "--local", local, "--out", place.parent, "--step", 5).status == 0
+        (here / "demo" / "run.json").unlink()
+        manifest = read_manifest(place)
+        meta = manifest.meta | {"settings": manifest.meta["settings"] | {"seed": 8}}
+        write_manifest(place, replace(manifest, meta=meta))
+    before, _ = contents(here), caplog.clear()
+    said = verb("scavenge", "--local", here / "nodes/{domain}", "--out", here / out)
+    assert said.status == 2, said
+    assert f"step 10 is another run's (file {here / 'nodes/node0/demo/step_00000010'})" in said.err
+    assert f"found seed 7; expected seed 8, as {place} says" in said.err
+    assert contents(here) == before
+    assert len(caplog.messages) == (3 if copies == "empty" else 0)
+
+
+@pytest.mark.parametrize("out", ["demo", "demo/checkpoints"])
+def test_a_run_whose_own_file_is_cut_is_told_of_the_nodes_copies(here, out):
+    (here / "demo" / "run.json").write_bytes(b"")
+    before = contents(here)
+    said = verb("scavenge", "--local", here / "nodes/{domain}", "--out", here / out)
+    assert said.status == 2
+    assert f"the settings of the run cannot be read (file {here / 'demo/run.json'}); found no bytes" in said.err
+    assert f"Copy {here / 'nodes/node0/demo/run.json'} into its place." in said.err
     assert contents(here) == before
 
 

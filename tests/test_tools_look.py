@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pty
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mpi_ckpt.tools.verify import verify
 from tests.checkpoints import flip, manifest_of, shard_file, step_dir, write_manifest
 from tests.launch import HANG, ROOT
 from tests.programs.tool_states import INDEX, arrays
-from tests.tool_cases import command, copy_of_run, program, verb
+from tests.tool_cases import command, copy_of_run, program, save_on_nodes, verb
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def test_verify_names_every_kind_of_damage_and_goes_on(run, root):
     assert kinds == [["MissingShard", "CorruptShard"], ["CorruptShard"], ["InvalidManifest"]]
     text = verb("verify", run).out.splitlines()
     assert [line.split()[-1] for line in text if line.startswith("step")] == ["DAMAGED"] * 3
-    assert len(text) == 7
+    assert len(text) == 10, "what helps comes after the faults of each"
 
 
 def test_nothing_committed_is_nothing_to_verify(tmp_path):
@@ -250,6 +251,67 @@ def test_json_of_every_looking_verb_is_strict(run):
 
     for arguments in (["ls", run], ["show", run], ["verify", run], ["diff", f"{run}:10", f"{run}:20"]):
         json.loads(verb(*arguments, "--json").out, parse_constant=refuse)
+
+
+# -- which place -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ls", "verify"])
+def test_what_is_read_beside_a_run_are_the_nodes_and_it_says_so(run, root, tmp_path, name):
+    nodes = save_on_nodes(tmp_path, "ab")
+    flip(shard_file(root, 30, 0), 5000)  # which nobody reads here
+    said = verb(name, run, "--local", nodes / "{domain}")
+    assert said.status == 0
+    assert said.out.splitlines()[0] == f"on the nodes {nodes / 'a'}, {nodes / 'b'} (not in {run}):"
+    assert verb(name, "--local", nodes / "a").out.splitlines()[0] == f"on the nodes {nodes / 'a'}:"
+    assert "on the nodes" not in verb(name, run).out
+
+
+def test_the_json_of_verify_names_the_directory(run, root):
+    assert [v["directory"] for v in verb("verify", run, "--json").json] == [
+        str(step_dir(root, step)) for step in (10, 20, 30)
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls", "{run}"], ["show", "{run}"], ["verify", "{run}"], ["push", "{run}", "--remote", "file:///x"]]
+)
+@pytest.mark.parametrize("place", ["", "checkpoints"])
+def test_a_run_without_steps_of_its_own_may_have_them_in_another_tier(run, root, arguments, place):
+    shutil.rmtree(root)
+    root.mkdir()
+    (run / "run.json").write_text("{}")
+    said = verb(*(word.format(run=run / place) for word in arguments))
+    assert said.status == 3
+    assert "run.json" in said.err
+    assert f"`python -m mpi_ckpt ls {run} --local DIR ...` or `python -m mpi_ckpt ls --remote URL`" in said.err
+    assert "--run-dir" not in said.err
+
+
+@pytest.mark.parametrize("arguments", [["show", 11], ["pin", 11], ["verify", "--step", 11]])
+def test_the_command_that_an_error_names_works(run, arguments):
+    said = verb(arguments[0], run, *arguments[1:])
+    words = shlex.split(said.err.split("`")[1])
+    assert words[:4] == ["python", "-m", "mpi_ckpt", "ls"]
+    assert verb(*words[3:]).status == 0
+
+
+def test_an_empty_remote_tier_does_not_advise_to_look_into_it_again(run, tmp_path):
+    url = f"file://{tmp_path}/remote"
+    said = verb("ls", "--remote", url)
+    assert said.status == 3
+    assert "mpi_ckpt ls" not in said.err
+    words = shlex.split(said.err.split("`")[1].replace("RUN_DIR", str(run)))
+    assert verb(*words[3:]).status == 0
+    assert f"`python -m mpi_ckpt ls --remote {url}`" in verb("verify", "--remote", url, "--step", 7).err
+
+
+def test_repair_of_too_few_nodes_asks_for_the_others(tmp_path):
+    nodes = save_on_nodes(tmp_path, "abcd")
+    said = verb("repair", nodes / "a", nodes / "b")
+    assert said.status == 1
+    assert "Name the directories of the other nodes" in said.err
+    assert "Restore an older step" not in said.err
 
 
 # -- beside a running writer -----------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import pickle
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +21,16 @@ import numpy as np
 import pytest
 
 from mpi_ckpt import Checkpointer
-from mpi_ckpt.errors import RemoteFailed
+from mpi_ckpt.checkpoint import remote as remote_tier
+from mpi_ckpt.checkpoint.retention import Policy
+from mpi_ckpt.errors import MissingShard, RemoteFailed, RemoteRefused
 from mpi_ckpt.storage.object_store import open_store
-from mpi_ckpt.storage.remote_steps import committed_remotely, list_remote, read_upload_manifest
+from mpi_ckpt.storage.remote_steps import (
+    committed_remotely,
+    list_remote,
+    read_upload_manifest,
+    write_upload_manifest,
+)
 from mpi_ckpt.tools.verify import verify_remote
 from tests.checkpoints import manifest_of
 from tests.launch import HANG, ROOT
@@ -30,6 +39,7 @@ from tests.ranks import contents
 from tests.s3 import Remote
 from tests.s3_server import READER
 from tests.storage_cases import save_shard, to_write
+from tests.tool_cases import verb
 
 PROGRAM = ("-m", "tests.programs.uploader")
 
@@ -267,10 +277,10 @@ def test_what_a_push_is_sending_beside_a_launch_is_not_left_over(comm, shared_pa
         launch.save(10)
         launch.save(20)
     store.delete(["step_00000010/upload_manifest.json"])  # as it is until a push of step 10 ends
-    with Watched(comm, shared_path / "a", place) as launch:
+    with Watched(comm, shared_path / "a", place, remote_keep=1) as launch:  # which would not upload it by itself
         launch.save(30)
     committed = {step: found.committed for step, found in list_remote(store).items()}
-    assert committed == {10: False, 20: True, 30: True}
+    assert committed == {10: False, 30: True}
 
 
 def test_a_launch_whose_directory_is_anothers_by_now_does_not_claim_the_remote_tier(launch, s3, tmp_path):
@@ -298,6 +308,133 @@ def test_uploads_go_on_where_somebody_has_emptied_the_remote_tier(comm, shared_p
         launch.save(20)
         assert store.get("writer.json")[0] == claimed
     assert is_whole(Remote(place), 20)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_a_launch_that_was_told_of_another_leaves_it_the_place_even_when_it_is_emptied(comm, shared_path, place):
+    store = open_store(place)
+    with Watched(comm, shared_path / "a", place) as first, Watched(comm, shared_path / "b", place) as second:
+        first.save(10)
+        second.save(10)
+        for _ in range(2):
+            with pytest.raises(RemoteFailed, match="another launch uploads to the same place"):
+                first.checkpointer.discard_after(5)
+            store.delete([*store.list()])
+        assert store.list() == {}
+        second.save(20)
+    assert is_whole(Remote(place), 20)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_the_application_is_asked_before_anything_changes_in_the_remote_tier(comm, shared_path, place):
+    store = open_store(place)
+    store.put("owner", b"another")
+    before = contents(shared_path / "far")
+    asked: list[bool] = []  # each time: whether all was as before
+
+    def refuse_anothers(given) -> None:
+        asked.append(contents(shared_path / "far") == before)
+        owner, version = given.get("owner")
+        if owner == b"another":
+            raise RemoteRefused("the place is another's")
+        given.put("owner", b"mine", version)
+
+    with Watched(comm, shared_path / "a", place, upload_timeout=HANG, before_upload=refuse_anothers) as launch:
+        assert "the place is another's" in launch.save(10, "upload_failed")["error"]
+        with pytest.raises(RemoteRefused, match="the place is another's"):
+            launch.checkpointer.discard_after(5)
+        assert launch.checkpointer.all_steps() == [10], "nothing is gone here either"
+        assert asked
+        assert all(asked)
+        assert contents(shared_path / "far") == before
+        store.put("owner", b"nobody", store.get("owner")[1])
+        before, count = contents(shared_path / "far"), len(asked)
+        launch.save(20)
+        launch.save(30)
+        assert asked[count:] == [True], "it has returned once"
+    assert store.get("owner")[0] == b"mine"
+    assert is_whole(Remote(place), 10, 20, 30)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_a_rollback_of_the_remote_tier_asks_the_application_too(comm, shared_path, place):
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(10)
+    asked = []
+    with Watched(comm, shared_path / "a", place, before_upload=lambda store: asked.append([*store.list()])) as launch:
+        launch.checkpointer.discard_after(5)
+        assert len(asked) == 1
+        assert len(asked[0]) == 3, "a shard and its manifest, and the claim"
+        launch.save(20)
+    assert len(asked) == 1
+    assert is_whole(Remote(place), 20)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_a_step_of_which_shards_go_while_its_manifest_is_put_is_not_said_to_be_in(comm, shared_path, place):
+    """A push beside a launch that takes its shards for left over."""
+    store = open_store(place)
+    with Watched(comm, shared_path / "a", place) as launch:
+        launch.save(10)
+    manifest = read_upload_manifest(store, 10)
+    store.delete(["step_00000010/upload_manifest.json"])
+
+    class Tidied:
+        url, get, list = store.url, store.get, store.list
+
+        def put(self, *put: Any) -> bool:
+            store.delete([*list_remote(store)[10].shards])
+            return store.put(*put)
+
+    with pytest.raises(MissingShard, match="not in the store"):
+        write_upload_manifest(Tidied(), manifest)
+
+
+def test_a_manifest_is_not_put_over_a_successors_however_late_it_comes(launch, s3, tmp_path):
+    """While the first launch looks at the manifest's place, all shards seen, a second one uploads the same step."""
+    program = (*PROGRAM, json.dumps({"root": str(tmp_path / "b"), "remote": s3.url, "save": [10], "seed": 5}))
+    second = []
+
+    def decide(request) -> None:
+        if request.method == "GET" and "step_00000010/upload_manifest" in request.path and not second:
+            second.append(launch(1, *program))  # past the proxy
+
+    s3.proxy.decide = decide
+    about = {"root": str(tmp_path / "a"), "remote": s3.url, "save": [10]}
+    said = outcome(launch.start(1, *PROGRAM, json.dumps(about), env=s3.env))
+    assert steps(json.loads(second[0].check().stdout), "upload") == [10]
+    assert "another launch uploads to the same place" in events(said, "upload_failed")[0]["error"]
+    assert is_whole(s3, 10)
+    assert read_upload_manifest(s3.store, 10).save_id == manifest_of(tmp_path / "b", 10)["save_id"]
+
+
+@pytest.mark.parametrize("task", [{"discard_after": 5}, {"save": [7], "options": {"remote_keep": 1}}])
+def test_a_successors_steps_that_come_between_claim_and_listing_are_not_deleted(launch, s3, tmp_path, task):
+    program = (*PROGRAM, json.dumps({"root": str(tmp_path / "b"), "remote": s3.url, "save": [10, 20]}))
+    about = {"root": str(tmp_path / "a"), "remote": s3.url}
+    outcome(launch.start(1, *PROGRAM, json.dumps({**about, "save": [5]}), env=s3.env))
+    claimed, second, one = [], [], threading.Lock()
+    # A listing of all, after the claim; of the upload the one that follows the commit.
+    after = "writer.json" if "discard_after" in task else "step_00000007/upload_manifest"
+
+    def decide(request) -> None:
+        claimed.extend([request] * request.puts(after))
+        with one:
+            if (
+                claimed
+                and "list-type" in request.path
+                and "step_" not in request.path.split("prefix=")[1]
+                and not second
+            ):
+                second.append(launch(1, *program))  # past the proxy
+
+    s3.proxy.decide = decide
+    running = launch.start(1, *PROGRAM, json.dumps({**about, **task}), env=s3.env)
+    running.wait()
+    second[0].check()
+    assert "another launch uploads to the same place" in running.output()
+    assert set(committed_remotely(s3.store)) >= {5, 10, 20}
+    assert all(verdict.intact for verdict in verify_remote(s3.store, [5, 10, 20]))
 
 
 def test_a_restore_on_more_ranks_reads_the_ranges_that_it_needs_and_no_more(launch, s3, tmp_path):
@@ -484,6 +621,49 @@ def test_what_is_uploaded_first_hides_no_older_step_that_is_not(launch, s3, tmp_
     assert sorted(steps(outcome(running), "upload")) == [10, 20, 30]
     assert "cannot see what is uploaded already" in running.output()
     assert is_whole(s3, 10, 20, 30)
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+def test_a_step_that_was_not_uploaded_before_a_later_one_was_is_not_forgotten(comm, shared_path, place, caplog):
+    root = shared_path / "a"
+    with Checkpointer(root, comm, keep=None) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, {"x": np.full(9, float(step))})
+    assert verb("push", root, "--remote", place, "--step", 20).status == 0
+    with caplog.at_level(logging.WARNING), Watched(comm, root, place, keep=None, upload_timeout=HANG) as launch:
+        pass
+    assert [event["step"] for event in launch.said if event["event"] == "upload"] == [10, 30]
+    assert is_whole(Remote(place), 10, 20, 30)
+    assert "which a restart would take" not in caplog.text, "that is said of a step that goes behind what is there only"
+    with caplog.at_level(logging.WARNING), Watched(comm, shared_path / "b", place) as launch:
+        launch.save(15)
+    assert "step 15 is uploaded while step 30 is there, which a restart would take" in caplog.text
+
+
+@pytest.mark.mpi(ranks=[1], timeout=60, unit="s")
+@pytest.mark.parametrize(
+    ("policy", "missing"),
+    [
+        (Policy(None), [10, 20, 30, 50]),
+        (Policy(4), [20, 30, 50]),
+        (Policy(1), [50]),
+        (Policy(1, keep_every=20), [20, 50]),
+        (Policy(1, best_metric="loss"), [30, 50]),
+        (Policy(1, best_metric="loss", best_mode="max"), [50]),  # 40, which is there
+    ],
+)
+def test_what_an_earlier_launch_did_not_upload_is_what_the_remote_tier_would_keep(
+    comm, shared_path, place, policy, missing
+):
+    root, store = shared_path / "a", open_store(place)
+    with Checkpointer(root, comm, keep=None) as checkpointer:
+        for step, loss in ((10, 4.0), (20, 3.0), (30, 1.0), (40, 5.0), (50, 2.0)):
+            checkpointer.save(step, {"x": np.full(9, float(step))}, metrics={"loss": loss})
+    assert verb("push", root, "--remote", place, "--step", 40).status == 0
+    (root / "step_00000040" / "manifest.json").unlink()  # as if pruned: what is there counts all the same
+    assert remote_tier.look(store, root, policy, remote_tier.Seen()) == missing
+    (root / "step_00000010" / "pinned").touch()
+    assert remote_tier.look(store, root, policy, remote_tier.Seen()) == sorted({10, *missing})
 
 
 # -- retention -------------------------------------------------------------------------------------------------------

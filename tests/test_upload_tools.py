@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpi_ckpt.errors import MissingShard
 from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import read_manifest, write_manifest
 from mpi_ckpt.storage.remote_steps import committed_remotely, read_upload_manifest, write_upload_manifest
 from tests.checkpoints import flip, shard_file, step_dir
 from tests.ranks import contents
 from tests.tool_cases import copy_of_run, flip_in_array, verb
+from tests.training import rows
+
+OLD_RUN = Path(__file__).parent / "golden" / "old_run"  # of the trainer, with step 4 of two ranks, seed 0
 
 
 @pytest.fixture
@@ -172,6 +181,186 @@ def test_the_trainer_goes_on_from_a_run_that_was_pulled(launch, tmp_path):
     said = launch.train(2, "--run-dir", f"{tmp_path}/new", *flags).check()
     assert "step 8" in said.stdout + said.stderr
     assert names.list_steps(tmp_path / "new" / "checkpoints")[-1] == 12
+
+
+# -- two runs of the trainer ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def e(tmp_path):
+    return shutil.copytree(OLD_RUN, tmp_path / "e")
+
+
+@pytest.fixture
+def f(tmp_path):
+    """A run with the same steps as `e`, and another seed."""
+    directory = shutil.copytree(OLD_RUN, tmp_path / "f")
+    document = json.loads((directory / "run.json").read_text())
+    document["settings"]["seed"] = 1
+    (directory / "run.json").write_text(json.dumps(document))
+    step = step_dir(directory / "checkpoints", 4)
+    manifest = read_manifest(step)
+    meta = manifest.meta | {"settings": manifest.meta["settings"] | {"seed": 1}}
+    write_manifest(step, replace(manifest, meta=meta, save_id="0123456789abcdef"))
+    return directory
+
+
+def with_id(run_dir: Path, run_id: str) -> None:
+    """Give the run an id, as one that begins now has."""
+    document = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, **document}))
+    step = step_dir(run_dir / "checkpoints", 4)
+    manifest = read_manifest(step)
+    write_manifest(step, replace(manifest, meta=manifest.meta | {"run_id": run_id}, save_id=run_id))
+
+
+def objects(remote) -> dict[str, bytes]:
+    return {key: remote.store.get(key)[0] for key in remote.store.list()}
+
+
+def set_run_file(remote, data: bytes | None) -> None:
+    remote.store.delete(["run.json"])
+    if data is not None:
+        remote.store.put("run.json", data)
+
+
+@pytest.mark.parametrize("own", ["run.json", "steps alone"])
+@pytest.mark.parametrize("there", ["run.json", "steps alone", "empty run.json", "newest manifest cut"])
+def test_a_step_is_not_pushed_among_those_of_another_run(e, f, remote, own, there):
+    assert verb("push", e, "--remote", remote.url).status == 0
+    if there != "run.json":
+        set_run_file(remote, b"" if there == "empty run.json" else None)
+    if there == "newest manifest cut":
+        remote.store.put("step_00000009/upload_manifest.json", b"{")
+    if own != "run.json":
+        (f / "run.json").unlink()
+    before = objects(remote)
+    said = verb("push", f, "--remote", remote.url)
+    assert said.status == 2, said
+    if (own, there) == ("run.json", "run.json"):
+        assert f"the remote tier is another run's (file {remote.url}/run.json)" in said.err
+    else:
+        place = "run.json" if there == "run.json" else "step_00000004"
+        assert f"step 4 is another run's (file {step_dir(f / 'checkpoints', 4)})" in said.err
+        assert f"found seed 1; expected seed 0, as {remote.url}/{place} says" in said.err
+    assert objects(remote) == before
+    assert verb("push", e, "--remote", remote.url).status == 0
+
+
+@pytest.mark.parametrize("own", ["run.json", "steps alone", "run.json alone"])
+@pytest.mark.parametrize("there", ["run.json", "steps alone", "cut run.json"])
+def test_a_step_of_another_run_is_not_pulled(e, f, remote, own, there, caplog):
+    assert verb("push", e, "--remote", remote.url).status == 0
+    if there != "run.json":
+        set_run_file(remote, None if there == "steps alone" else b'{"settings": {"se')
+    if own == "steps alone":
+        (f / "run.json").unlink()
+    elif own == "run.json alone":
+        shutil.rmtree(f / "checkpoints")
+    before = contents(f)
+    said = verb("pull", f, "--remote", remote.url)
+    assert said.status == 2, said
+    if there == "run.json" and own != "steps alone":
+        assert "the remote tier is another run's" in said.err
+    else:
+        place = step_dir(f / "checkpoints", 4) if own == "steps alone" else f / "run.json"
+        assert f"step 4 is another run's (file {remote.url}/step_00000004)" in said.err
+        assert f"found seed 0; expected seed 1, as {place} says" in said.err
+    assert contents(f) == before
+    assert caplog.messages == [f"cannot be read, counts for nothing: {remote.url}/run.json"] * (there == "cut run.json")
+
+
+def test_a_step_is_not_pulled_along_with_another_run_s_file(e, f, remote, tmp_path):
+    verb("push", e, "--remote", remote.url)
+    set_run_file(remote, (f / "run.json").read_bytes())
+    said = verb("pull", tmp_path / "new", "--remote", remote.url)
+    assert said.status == 2
+    assert f"found seed 0; expected seed 1, as {remote.url}/run.json says" in said.err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("there", ["run.json", "steps alone"])
+def test_runs_of_the_same_settings_are_told_apart_by_their_ids(e, remote, tmp_path, there):
+    other = shutil.copytree(e, tmp_path / "other")
+    with_id(e, "a" * 16)
+    with_id(other, "b" * 16)
+    verb("push", e, "--remote", remote.url)
+    if there == "steps alone":
+        set_run_file(remote, None)
+    before = objects(remote), contents(other)
+    for name in ("push", "pull"):
+        said = verb(name, other, "--remote", remote.url)
+        assert said.status == 2, said
+        assert "is another run's" in said.err
+        assert there == "run.json" or f"run_id {'b' * 16}" in said.err
+    assert (objects(remote), contents(other)) == before
+
+
+@pytest.mark.parametrize("held", [None, b""])
+def test_the_run_s_file_is_in_the_remote_tier_before_a_shard_is(e, remote, held):
+    run_file = (e / "run.json").read_bytes()
+    set_run_file(remote, held)
+    flip(shard_file(e / "checkpoints", 4, 0), 100)
+    assert verb("push", e, "--remote", remote.url).status == 1
+    assert objects(remote) == {"run.json": run_file}
+    (e / "run.json").write_bytes(run_file.replace(b'"steps": 12', b'"steps": 13'))
+    verb("push", e, "--remote", remote.url)
+    assert objects(remote) == {"run.json": run_file}, "what is there stays"
+
+
+def test_the_trainer_goes_on_from_a_run_that_was_only_pushed(e, launch, tmp_path):
+    far = f"file://{tmp_path}/far"
+    assert verb("push", e / "checkpoints", "--remote", far).status == 0
+    shutil.rmtree(e)
+    assert "and run.json fetched" in verb("pull", tmp_path / "new", "--remote", far).out
+    launch.train(2, "--run-dir", f"{tmp_path}/new").check()
+    known = [json.loads(line) for line in (OLD_RUN / "metrics_to_step_12.jsonl").read_text().splitlines()]
+    expected = {row["step"]: row["loss"] for row in known if "loss" in row and row["step"] > 4}
+    found = {step: row["loss"] for step, row in rows(tmp_path / "new").items()}
+    assert list(found) == list(range(5, 13))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_where_the_run_s_file_is_alone_the_steps_go_below_it(e, remote, tmp_path):
+    verb("push", e, "--remote", remote.url)
+    set_run_file(remote, None)
+    (tmp_path / "new").mkdir()
+    shutil.copy(e / "run.json", tmp_path / "new")
+    assert verb("pull", tmp_path / "new", "--remote", remote.url).status == 0
+    assert names.list_steps(tmp_path / "new" / "checkpoints") == [4]
+
+
+@pytest.mark.parametrize("name", ["push", "pull"])
+@pytest.mark.parametrize(
+    ("data", "found"), [(b"", "no bytes"), (b'{"settings": {', "14 bytes that say neither settings nor data")]
+)
+def test_a_run_whose_own_file_cannot_be_read_is_told_where_a_copy_is(e, remote, name, data, found):
+    run_file = (e / "run.json").read_bytes()
+    verb("push", e, "--remote", remote.url)
+    (e / "run.json").write_bytes(data)
+    for copy in (run_file, None):
+        set_run_file(remote, copy)
+        before = objects(remote), contents(e)
+        said = verb(name, e, "--remote", remote.url)
+        assert said.status == 2, said
+        assert f"the settings of the run cannot be read (file {e / 'run.json'}); found {found}" in said.err
+        place = f"{remote.url}/run.json" if copy else "that of the remote tier, or of a node,"
+        assert f"Copy {place} into its place." in said.err
+        assert (objects(remote), contents(e)) == before
+
+
+def test_settings_and_files_of_other_programs_are_compared_with_nothing(run, remote, tmp_path):
+    step = step_dir(run / "checkpoints", 30)
+    (run / "run.json").write_text('["of its own"]')
+    for lr in (1, 2):
+        manifest = read_manifest(step)
+        write_manifest(step, replace(manifest, meta={"settings": {"lr": lr}}))
+        assert verb("push", run, "--remote", remote.url, "--step", 30).status == 0
+        assert verb("push", run, "--remote", remote.url, "--step", 20).status == 0
+        remote.store.delete(["step_00000020/upload_manifest.json"])
+    assert remote.store.get("run.json") is None
+    assert verb("pull", run, "--remote", remote.url).status == 0
+    assert (run / "run.json").read_text() == '["of its own"]'
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpi_ckpt.checkpoint import commit, restore, retention, snapshot, steps
+from mpi_ckpt.checkpoint import commit, local_note, restore, retention, snapshot, steps
 from mpi_ckpt.checkpoint.arguments import Index, check_json, check_of_use, check_step, plain_index
 from mpi_ckpt.checkpoint.background import Background
 from mpi_ckpt.checkpoint.cadence import Cadence
@@ -32,6 +32,7 @@ from mpi_ckpt.comm.threads import threads_may_communicate
 from mpi_ckpt.errors import CheckpointError
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import ShardManifest
+from mpi_ckpt.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,11 +70,14 @@ class Checkpointer:
     fast as it goes), and the newest `remote_keep` stay there (None: all; those that are pinned, divided by `keep_every`
     or best in any case). A step that waits for its upload is not deleted here; at most `keep` wait beside the one on
     its way, then the oldest is given up. A failed upload fails nothing else: it is an event and a warning, and goes on
-    after the next save or in the next launch. `close` waits `upload_timeout` seconds for what is left.
+    after the next save or in the next launch. `close` waits `upload_timeout` seconds for what is left. `before_upload`
+    is called on rank 0 with that tier's store before this launch first changes anything there, until it has returned
+    once; what it raises (RemoteRefused, say) is a failed upload, nothing is changed then, and it is asked again with
+    the next attempt. It is for what an application keeps there itself, and to refuse a place that is another's.
 
     `local`, a directory on every node's own disk, is a tier before `root`: every save goes there, protected by
     `redundancy` ('single', 'partner', 'xor', 'rs:k+m'; default 'xor') from the loss of nodes, and each
-    `shared_every`-th save of the run (default 10) goes to `root` as well, as does the last one, at `close`; the newest
+    `shared_every`-th save of the run (default 10) goes to `root` as well, as does the newest, at `close`; the newest
     `local_keep` steps (default 2) stay on the nodes. What fails together, a failure domain, is the node, unless
     `domain` (a name, another one on each rank perhaps) or $MPI_CKPT_DOMAIN says otherwise, where "{rank}" stands for
     the rank; in `local`, "{domain}" stands for the domain. Where the ranks run in too few of them to protect each
@@ -102,6 +106,7 @@ class Checkpointer:
         remote_keep: int | None = None,
         remote_bandwidth: float | None = None,
         upload_timeout: float = 600.0,
+        before_upload: Callable[[ObjectStore], None] | None = None,
         local: str | Path | None = None,
         redundancy: str | None = None,
         local_keep: int | None = None,
@@ -116,7 +121,8 @@ class Checkpointer:
         nodes = LocalOptions.of(
             local, redundancy=redundancy, local_keep=local_keep, shared_every=shared_every, domain=domain
         )
-        check_of_use("remote", remote, remote_keep=remote_keep, remote_bandwidth=remote_bandwidth)
+        uploading = {"remote_keep": remote_keep, "remote_bandwidth": remote_bandwidth, "before_upload": before_upload}
+        check_of_use("remote", remote, **uploading)
         if nodes is not None and read_only:
             raise ValueError("local: a read_only checkpointer sees the shared and the remote tier only")
         self._cadence = Cadence.parse(every, mean_time_between_failures)
@@ -129,7 +135,7 @@ class Checkpointer:
         if not upload_timeout >= 0:
             raise ValueError(f"upload_timeout: found {upload_timeout!r}, expected seconds")
         if remote is not None:
-            options = RemoteOptions(remote, policy, remote_keep, remote_bandwidth, background_nice)
+            options = RemoteOptions(remote, policy, remote_keep, remote_bandwidth, background_nice, before_upload)
             self._upload = Upload(self.root, comm, options, timeout) if not read_only else None
         waiting = self._upload.waiting if self._upload else frozenset
         self._rotation = Rotation(self.root, policy, self._on_event, waiting)
@@ -144,7 +150,7 @@ class Checkpointer:
         self._local: Local | None = None
         if nodes is not None:
             try:
-                self._local = Local(self._decisions, nodes, self._ownership.launch_id, self._on_event)
+                self._local = Local(self._decisions, nodes, self.root, self._ownership.launch_id, self._on_event)
             except BaseException:
                 self._ownership.release()
                 raise
@@ -297,7 +303,7 @@ class Checkpointer:
         """**Collective.** The step that was found and put into the leaves, from whichever tier."""
         if self._local is not None:
             return self._local.restore(self._decisions, self._tiers, template, options)
-        return restore.restore(
+        opened = restore.restore(
             self._decisions,
             self._tiers,
             template,
@@ -305,6 +311,10 @@ class Checkpointer:
             set_aside=not self._read_only,
             on_event=self._on_event,
         )
+        if options.step is None:
+            found = None if opened is None else opened.manifest.step
+            local_note.tell_of_unseen(self._decisions, self.root, (), found, (), self._on_event)
+        return opened
 
     def all_steps(self) -> list[int]:
         """**Collective.** The committed steps of all tiers, ascending; beyond the nodes, as rank 0 sees them."""
@@ -326,7 +336,6 @@ class Checkpointer:
         """
         self._begin_call()
         self.wait_until_finished()
-        self._saving.forget_after(step)
 
         def discard() -> list[int]:
             self._ownership.check_still()
@@ -373,9 +382,9 @@ class Checkpointer:
     def close(self) -> None:
         """**Collective.** Wait for the save in flight, then let go of the directory. Raises that save's error.
 
-        With `local`, a last save that is on the nodes alone is copied to `root`: raises SaveFailed, or CorruptShard or
-        MissingShard of a node's file, where that cannot be. Uploads have `upload_timeout` seconds to end, and raise
-        nothing. Closing again does nothing.
+        With `local`, a newest step that is on the nodes alone is copied to `root`: raises SaveFailed, CorruptShard or
+        MissingShard where that cannot be. Uploads have `upload_timeout` seconds to end, and raise nothing. Closing
+        again does nothing.
         """
         if self._closed:
             return
@@ -383,7 +392,7 @@ class Checkpointer:
         try:
             self.wait_until_finished()
             self._commits.start_series(self._calls + 1)
-            self._saving.share_newest()
+            self._saving.share_newest(self.root, self._ownership.launch_id)
         finally:
             if self._upload is not None:
                 self._upload.close(self.upload_timeout)

@@ -24,18 +24,17 @@ from typing import Any, NamedTuple
 
 from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.environment import environment
-from mpi_ckpt.checkpoint.snapshot import Description, Snapshot
+from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage, ShardRecord
-from mpi_ckpt.storage.shard_stream import fetch_shard
 
 logger = logging.getLogger(__name__)
 
 _LOOK = "Every file was left as it is. See that ranks and disks answer, then check the step with `verify`."
-_SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches the timeout for large shards
+SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches the timeout for large shards
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def commit(council: Council, request: Request, snapshot: Snapshot) -> float:
     failed: what was visible before is visible then, and this save's files go, at the latest with the next save.
     """
     place = prepare(council, request)
-    return finish(council, request, snapshot.description, place, lambda: write(request, snapshot, place))
+    return finish(council, request, snapshot, place, lambda: write(request, snapshot, place))
 
 
 def prepare(council: Council, request: Request) -> Place:
@@ -104,42 +103,35 @@ def write(request: Request, snapshot: Snapshot, place: Place) -> Written:
 def write_image(request: Request, image: ShardImage, place: Place) -> Written:
     """**Local.** The same of a file that is laid out already."""
     began = time.monotonic()
-    return _named(request, image.write(place.temporary), place, began)
-
-
-def _named(request: Request, record: ShardRecord, place: Place, began: float) -> Written:
+    record = image.write(place.temporary)
     lock.check_owner(request.root, request.launch_id)  # an orphan must not replace a file of its successor
     atomic.publish(place.temporary, place.path)
     return Written(record._replace(path=place.path.name), time.monotonic() - began)
 
 
-def copy(request: Request, file: Path, record: ShardRecord, place: Place) -> Written:
-    """**Local.** The same as `write`, from this rank's file of the same save in another tier."""
-    began = time.monotonic()
-    fetch_shard(file, record, place.temporary)
-    return _named(request, record, place, began)
-
-
 def finish(
-    council: Council, request: Request, saved: Description, place: Place, written: Callable[[], Written]
+    council: Council, request: Request, snapshot: Snapshot, place: Place, written: Callable[[], Written]
 ) -> float:
     """**Collective.** Vote and commit: `written` gives what this rank wrote, or raises what went wrong.
 
     Returns the seconds that the slowest rank took to write.
     """
+
+    def decide(votes: list[Written]) -> float:
+        records = [vote.record for vote in votes]
+        publish(request, manifest_of(request, place.attributes.save_id, snapshot.description.arrays, records))
+        return max(vote.seconds for vote in votes)
+
     try:
         slowest = council.agree(
-            work=written,
-            decide=lambda votes: _publish(request, place.attributes.save_id, saved, votes),
-            otherwise=SaveFailed,
-            extra_time=saved.nbytes / _SLOW_DISK,
+            written, decide, otherwise=SaveFailed, extra_time=snapshot.description.nbytes / SLOW_DISK
         )
     except OutcomeUnknown:
         raise
     except RankSilent as error:
         raise outcome_unknown(place, error) from error
     except CheckpointError:
-        _withdraw(request, place)
+        withdraw(request, place.temporary, place.path)
         raise
     if council.rank == 0 and place.replaces:
         steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
@@ -200,10 +192,9 @@ def _check_room(request: Request) -> None:
         )
 
 
-def _publish(request: Request, save_id: str, saved: Description, votes: list[Written]) -> float:
-    """Rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
+def publish(request: Request, manifest: ShardManifest) -> None:
+    """**Local.** On rank 0, after every rank voted yes: make the step visible, or leave no trace of trying."""
     lock.check_owner(request.root, request.launch_id)
-    manifest = manifest_of(request, save_id, saved.arrays, [vote.record for vote in votes])
     path = names.manifest_path(request.directory)
     before = path.read_bytes() if path.exists() else None  # the manifest that an overwrite replaces
     try:
@@ -211,7 +202,6 @@ def _publish(request: Request, save_id: str, saved: Description, votes: list[Wri
     except OSError as error:
         _unpublish(path, before, error)
         raise
-    return max(vote.seconds for vote in votes)
 
 
 def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:
@@ -232,11 +222,11 @@ def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:
         ) from cause
 
 
-def _withdraw(request: Request, place: Place) -> None:
-    """This rank's files of a save that did not commit. What cannot be removed now is garbage for the next writer."""
+def withdraw(request: Request, *files: Path) -> None:
+    """**Local.** This rank's files of a save that did not commit: what cannot be removed is the next writer's to."""
     try:
         lock.check_owner(request.root, request.launch_id)  # else these names are those of a successor's files
-        atomic.remove(place.temporary, place.path, missing_ok=True)
+        atomic.remove(*files, missing_ok=True)
     except (OSError, DirectoryInUse) as error:
         logger.warning("cannot remove a file of a failed save, going on: %s", error)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from mpi_ckpt.checkpoint import local_commit, local_rotation, steps
+from mpi_ckpt.checkpoint import local_commit, local_note, local_rotation, local_share, steps
 from mpi_ckpt.checkpoint.commit import Request, Written, step_exists
 from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.local_commit import Prepared
@@ -21,19 +22,23 @@ from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.checkpoint.tiers import Tiers
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, SaveFailed
+from mpi_ckpt.storage import names
+from mpi_ckpt.storage.manifest import ShardManifest
 
 
 class Local:
     """The node-local tier of one launch. `saves`: those of the run that have committed so far, over its launches."""
 
     def __init__(
-        self, council: Council, options: LocalOptions, launch_id: str, on_event: Callable[[Event], None]
+        self, council: Council, options: LocalOptions, root: Path, launch_id: str, on_event: Callable[[Event], None]
     ) -> None:
-        """**Collective.** See LocalTier."""
+        """**Collective.** See LocalTier. `root` is the shared tier's."""
         self._tier = LocalTier(council, options, launch_id)
+        self._root = root
         self._on_event = on_event
         self._weakness_told = False
         self._held: int | None = None  # the step restored from, until a newer one is committed
+        self._used = False  # whether anything was restored or saved
         self.saves = max((copy.save_count for copy, _ in self._tier.agree(council).latest.values()), default=0)
 
     def release(self) -> None:
@@ -55,12 +60,18 @@ class Local:
 
     def after_commit(self, council: Council, request: Request) -> None:
         """**Collective.** Count the save, which is reported by now, and delete from the nodes what it pushes out."""
-        self.saves = request.save_count
+        self.saves, self._used = request.save_count, True
+        self._note(council, request.step)
         self._tell_of_weakness(request.step)
         if self._held is not None and request.step > self._held:
             self._held = None
         spared = {request.step} if self._held is None else {request.step, self._held}
         local_rotation.rotate(council, self._tier, self._on_event, spared)
+
+    def _note(self, council: Council, step: int | None) -> None:
+        """**Local.** On rank 0: the newest step on the nodes."""
+        if council.rank == 0:
+            local_note.write(self._root, None if step is None else local_note.Note(step, self._tier.domains))
 
     def _tell_of_weakness(self, step: int) -> None:
         """**Local.** With the first save of a launch that survives fewer losses than were asked for."""
@@ -72,7 +83,7 @@ class Local:
         if tolerance:
             about |= {"event": "weak_redundancy", "tolerance": tolerance, "promised": wanted.tolerance}
         else:
-            about |= {"event": "unprotected", "domains": self._tier.domains}
+            about |= {"event": "unprotected", "domains": len(self._tier.domains)}
         self._on_event(about)
 
     def goes_further(self, request: Request) -> bool:
@@ -80,21 +91,37 @@ class Local:
         # What is saved again may lie in the shared tier, where the old one must not outlive the new.
         return request.shared or request.overwrite or request.save_count % self._tier.shared_every == 0
 
+    def newest_unshared(self, council: Council) -> ShardManifest | None:
+        """**Collective.** The newest step's manifest, where the shared tier has none so new; None for a launch that has
+        neither restored nor saved any."""
+        if not self._used:
+            return None
+        return local_share.newest_unshared(council, self._tier, lambda: names.list_steps(self._root))
+
+    def share(self, council: Council, request: Request, manifest: ShardManifest) -> float:
+        """**Collective.** Commit that step in the shared tier too; see local_share."""
+        return local_share.share(council, self._tier, request, manifest, self._on_event)
+
     @contextlib.contextmanager
-    def naming_what_is_there(self, request: Request) -> Iterator[None]:
+    def naming_what_is_there(self, step: int) -> Iterator[None]:
         """A save that fails in the shared tier stays on the nodes: the error says so."""
         try:
             yield
         except (SaveFailed, CorruptShard, MissingShard) as error:
-            error.what = f"step {request.step} is on the nodes, but not in the shared tier: {error.what}"
+            error.what = f"step {step} is on the nodes, but not in the shared tier: {error.what}"
             raise
 
     def restore(self, council: Council, tiers: Tiers, template: Template, options: RestoreOptions) -> Opened | None:
-        """**Collective.** See local_restore."""
+        """**Collective.** See local_restore, and local_note."""
+        seen = self.steps(council)
         opened = restore_nearest(Restoring(council, self._tier, tiers, template, options, self._on_event))
+        if options.step is None:
+            found = None if opened is None else opened.manifest.step
+            local_note.tell_of_unseen(council, self._root, seen, found, self._tier.domains, self._on_event)
+            self._note(council, found)
         if opened is not None:  # a run whose nodes are all new counts on from the shared tier
             self.saves = max(self.saves, opened.manifest.save_count)
-            self._held = opened.manifest.step
+            self._held, self._used = opened.manifest.step, True
         return opened
 
     def steps(self, council: Council) -> list[int]:
@@ -107,7 +134,9 @@ class Local:
 
         Raises CheckpointError for a step that a node cannot delete.
         """
-        later = [found for found in reversed(self.steps(council)) if found > step]
+        there = self.steps(council)
+        later = [found for found in reversed(there) if found > step]
+        self._note(council, max((found for found in there if found <= step), default=None))
         gone = local_rotation.delete(council, self._tier, later) if later else []
         council.share(lambda: self._check_gone(later, gone))
         return gone

@@ -78,14 +78,14 @@ class LocalOptions:
 
 
 class Census(NamedTuple):
-    """Who leads its node; the number of failure domains; by which scheme they protect each other, as well as they can.
+    """Who leads its node; the failure domains; by which scheme they protect each other, as well as they can.
 
     `tolerance`: how many of them may be lost at once, fewer than the scheme says where members of a group have to share
     one. Where they can protect each other from nothing, the scheme is `single`.
     """
 
     leaders: frozenset[int]
-    domains: int
+    domains: tuple[str, ...]
     scheme: Scheme
     tolerance: int
 
@@ -240,12 +240,12 @@ def _census(wanted: Scheme, places: list[Place]) -> Census:
     A run that lost nodes goes on with those that are left, even if there is only one.
     """
     domains = [place.domain for place in places]
-    leaders, n_domains = speakers(places), len(set(domains))
+    leaders, present = speakers(places), tuple(sorted(set(domains)))
     try:
         grouping = form_groups(wanted, domains)
     except Unprotected as error:
         logger.warning("going on UNPROTECTED: a lost node takes along what is saved on the nodes alone. %s", error)
-        return Census(leaders, n_domains, Scheme.parse("single"), 0)
+        return Census(leaders, present, Scheme.parse("single"), 0)
     if (said := shortfall(wanted, grouping)) is not None:
-        logger.warning("%s on %d failure domains: %s. More nodes, or fewer ranks a node.", wanted, n_domains, said)
-    return Census(leaders, n_domains, wanted, grouping.tolerance)
+        logger.warning("%s on %d failure domains: %s. More nodes, or fewer ranks a node.", wanted, len(present), said)
+    return Census(leaders, present, wanted, grouping.tolerance)

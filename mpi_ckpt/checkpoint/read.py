@@ -10,6 +10,7 @@ import numpy as np
 from mpi_ckpt.checkpoint.steps import find_committed
 from mpi_ckpt.errors import LayoutMismatch
 from mpi_ckpt.layout import Block, overlap
+from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import BlockRecord, IndexRecord, ShardManifest, flat_arrays, read_manifest
 from mpi_ckpt.storage.object_store import open_store
 from mpi_ckpt.storage.places import Directory
@@ -27,8 +28,8 @@ def read(
 ) -> np.ndarray:
     """**Local.** `region` of the array `name` in `step` (None: the newest) below the checkpoints root `root`.
 
-    `root` may be the URL of a remote tier too, s3://bucket/prefix or file:///directory: nothing is downloaded but what
-    is asked for.
+    `root` may be the run's directory, which has it as `checkpoints`, or the URL of a remote tier, s3://bucket/prefix or
+    file:///directory: nothing is downloaded but what is asked for.
 
     `name` is a key of the state ('optimizer/m'), a named parameter of the index ('blocks.0.fc.weight'), which is taken
     from the first array of the flat parameter space, or both ('m:blocks.0.fc.weight'). `region` is a slice for each
@@ -59,7 +60,8 @@ def read(
 def _open(root: str | Path, step: int | None, verify: str) -> tuple[Directory, ShardManifest]:
     """Where the shards of the step lie, and its manifest."""
     if not (isinstance(root, str) and "://" in root):
-        directory = find_committed(Path(root), step)
+        below = Path(root) / "checkpoints"
+        directory = find_committed(below if names.list_steps(below) else Path(root), step)
         return directory, read_manifest(directory)
     if verify == "none":
         raise ValueError(
@@ -82,7 +84,7 @@ def _parameter(directory: Directory, manifest: ShardManifest, name: str) -> tupl
             path=directory,
             found=repr(name),
             expected=f"one of {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
-            action="`python -m mpi_ckpt show` lists the names; 'm:NAME' reads NAME from the array 'm'.",
+            action="`python -m mpi_ckpt show RUN_DIR STEP` lists the names; 'm:NAME' reads NAME from the array 'm'.",
         )
     return key, manifest.index[parameter]
 

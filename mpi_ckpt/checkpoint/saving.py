@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from mpi_ckpt.checkpoint import commit, local_commit
@@ -14,23 +13,12 @@ from mpi_ckpt.checkpoint.commit import Request, Written
 from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.local import Local
 from mpi_ckpt.checkpoint.rotation import Rotation
-from mpi_ckpt.checkpoint.snapshot import Description, Snapshot
+from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.checkpoint.upload import Upload
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.storage.records import ShardRecord
 
 
 @dataclass(frozen=True)
-class _OnNodes:
-    """A save that is on the nodes alone: what was asked for, of what, and this rank's file of it."""
-
-    request: Request
-    saved: Description
-    file: Path
-    record: ShardRecord
-
-
-@dataclass
 class Saving:
     """What takes part in the saves of a checkpointer; `began` is the time.monotonic() at which one was asked for.
 
@@ -42,7 +30,6 @@ class Saving:
     local: Local | None
     upload: Upload | None
     on_event: Callable[[Event], None]
-    _newest: _OnNodes | None = None  # the last save, where it is on the nodes alone
 
     def commit(self, request: Request, taken: Snapshot, began: float) -> None:
         """**Collective.** The protocol, with room made before it, and what may follow only after it."""
@@ -68,32 +55,25 @@ class Saving:
     ) -> None:
         """**Collective.** Commit on the nodes, and then in `root` as well, if it is its turn."""
         seconds = local.finish(self.council, taken, prepared, written)
-        request = replace(request, save_id=prepared.place.attributes.save_id)
-        self._newest = _OnNodes(request, taken.description, prepared.place.path, written().record)
         if local.goes_further(request):
-            with local.naming_what_is_there(request):
-                self._commit_shared(request, taken, began)
-            self._newest = None
+            with local.naming_what_is_there(request.step):
+                self._commit_shared(replace(request, save_id=prepared.place.attributes.save_id), taken, began)
         else:
             self._report(request, began, seconds, "local")
         local.after_commit(self.council, request)
 
-    def share_newest(self) -> None:
-        """**Collective.** Copy the last save to `root` if it is on the nodes alone, which may be given back soon."""
-        if self.local is None or self._newest is None:
+    def share_newest(self, root: Path, launch_id: str) -> None:
+        """**Collective.** At the end: what this launch restored or saved does not stay on the nodes alone."""
+        if self.local is None:
             return
-        newest, self._newest, began = self._newest, None, time.monotonic()
-        request = newest.request
-        with self.local.naming_what_is_there(request):
-            self.rotation.make_room(self.council, request.launch_id, request.step)
-            place = commit.prepare(self.council, request)
-            copy = partial(commit.copy, request, newest.file, newest.record, place)
-            self._committed(request, began, commit.finish(self.council, request, newest.saved, place, copy))
-
-    def forget_after(self, step: int) -> None:
-        """**Local.** Later steps are about to be discarded."""
-        if self._newest is not None and self._newest.request.step > step:
-            self._newest = None
+        began, manifest = time.monotonic(), self.local.newest_unshared(self.council)
+        if manifest is None:
+            return
+        nbytes = sum(shard.nbytes for shard in manifest.shards)
+        request = Request(root, manifest.step, launch_id, nbytes, save_id=manifest.save_id)
+        with self.local.naming_what_is_there(request.step):
+            self.rotation.make_room(self.council, launch_id, request.step)
+            self._committed(request, began, self.local.share(self.council, request, manifest))
 
     def commit_later(self, request: Request, taken: Snapshot, began: float, background: Background) -> None:
         """**Collective.** The same where MPI allows one thread only: this rank's file is written in the background,
@@ -109,7 +89,7 @@ class Saving:
         place = commit.prepare(self.council, request)
 
         def conclude(written: Callable[[], Written]) -> None:
-            self._committed(request, began, commit.finish(self.council, request, taken.description, place, written))
+            self._committed(request, began, commit.finish(self.council, request, taken, place, written))
 
         background.start(lambda: commit.write(request, taken, place), then=conclude)
 

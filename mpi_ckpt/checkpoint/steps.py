@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shlex
 from collections.abc import Container
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def find_committed(root: Path, step: int | None) -> Path:
             path=root,
             found=f"steps {_in_words(committed)}" if committed else "no committed step",
             expected="a committed step" if step is None else f"step {step}",
-            action="Look with `python -m mpi_ckpt ls`.",
+            action=f"Look with `python -m mpi_ckpt ls {shlex.quote(str(root))}`.",
         )
     return names.step_dir(root, committed[-1] if step is None else step)
 

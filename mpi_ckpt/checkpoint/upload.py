@@ -1,7 +1,7 @@
 """The second tier: every committed step goes on to a remote store, beside the training and without holding it up.
 
     choose    rank 0: the oldest step that waits                                                     then all know
-    claim     rank 0: the place is this launch's, or still is                                        else nothing goes
+    claim     rank 0: the application agrees, and the place is this launch's, or still is            else nothing goes
     send      every rank: its own shard, unless it is there already, in parts and constant memory
     vote      every rank reports, or its error                                   any error: a pause, and once more
     commit    rank 0, holding all reports: is the lock still ours, and the step still this save? are all shards there?
@@ -32,7 +32,7 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, RankSilent, RemoteFailed
 from mpi_ckpt.storage import lock, names
 from mpi_ckpt.storage.manifest import read_manifest
-from mpi_ckpt.storage.object_store import open_store
+from mpi_ckpt.storage.object_store import ObjectStore, open_store
 from mpi_ckpt.storage.remote_claim import Claim
 from mpi_ckpt.storage.remote_steps import write_upload_manifest
 from mpi_ckpt.storage.shard_stream import send_shards
@@ -67,6 +67,7 @@ class Upload:
         self._council.agree(lambda: remote.check_threads(options.url), lambda _: remote.check(options.url))
         self._queue = UploadQueue(options.local.keep)
         self._publishing = threading.Lock()  # rank 0: not while steps are discarded
+        self._before = options.before_upload  # rank 0: None once it has returned
         self._wake = threading.Semaphore(0)
         self._idle, self._closing = threading.Event(), threading.Event()
         self._idle.set()
@@ -96,12 +97,12 @@ class Upload:
     @contextlib.contextmanager
     def discarding_after(self, step: int) -> Iterator[None]:
         """**Local.** On rank 0, around deleting the local steps after `step`: the remote ones are gone before, and none
-        of them is committed there again. Raises RemoteFailed."""
-        self._queue.forget_after(step)
+        of them is committed there again. Raises RemoteFailed, and what `before_upload` does."""
         with self._publishing:
             store = open_store(self._options.url)
-            self._claim.hold(store)  # a successor's steps are not this launch's to delete
-            remote.discard_after(store, step)
+            self._hold(store)  # a successor's steps are not this launch's to delete
+            remote.discard_after(store, step, lambda: self._hold(store))
+            self._queue.forget_after(step)  # not before: where that failed the steps stay, and have to go up
             yield
 
     def abandon(self) -> None:
@@ -172,16 +173,24 @@ class Upload:
 
     def _scan(self) -> None:
         """Rank 0: what earlier launches left behind, here to be uploaded and there to be cleaned."""
-        self._queue.add_before(*remote.look(open_store(self._options.url), self._root, self._seen))
+        store, policy = open_store(self._options.url), self._options.policy
+        self._queue.add_before(*remote.look(store, self._root, policy, self._seen))
         self._scanned = True
 
     def _prepare(self) -> None:
         """Rank 0, before anything is sent: the place is this launch's, and what it holds is known."""
         if not self._scanned:
-            self._scan()  # a step that is there before older ones would hide that they are missing
+            self._scan()
         with self._publishing:
-            lock.check_owner(self._root, self._launch_id)  # else the claim would be taken from the successor
-            self._claim.hold(open_store(self._options.url))
+            self._hold(open_store(self._options.url))
+
+    def _hold(self, store: ObjectStore) -> None:
+        """Rank 0, before anything is changed there: this launch may, and it has the place."""
+        lock.check_owner(self._root, self._launch_id)  # else the claim would be taken from the successor
+        if self._before is not None:
+            self._before(store)
+            self._before = None
+        self._claim.hold(store)
 
     def _upload(self, step: int, nbytes: int) -> bool:
         """**Collective.** Upload a step, in several attempts; whether it is done with."""
@@ -248,15 +257,12 @@ class Upload:
         """Rank 0, after every rank voted yes."""
         store = open_store(self._options.url)
         with self._publishing:
-            lock.check_owner(self._root, self._launch_id)
-            self._claim.hold(store)
             manifest = remote.local_manifest(self._root, step)
             if manifest is None or {manifest.save_id} != {save_id for save_id, _ in votes}:
                 raise RemoteFailed("the step was replaced while it was uploaded", path=names.step_dir(self._root, step))
-            write_upload_manifest(store, manifest)
+            write_upload_manifest(store, manifest, lambda: self._hold(store))
         try:
-            self._claim.hold(store)  # the commit may have taken its time
-            remote.tidy(store, self._root, manifest, self._options.policy, self._seen)
+            remote.tidy(store, self._root, manifest, self._options.policy, self._seen, lambda: self._hold(store))
         except CheckpointError as error:
             logger.warning("cannot delete from the remote tier, going on: %s", error)
         return sum(sent for _, sent in votes)

@@ -100,11 +100,15 @@ def check_url(url: str) -> tuple[str, str, str]:
 
 
 def put_in_place(store: ObjectStore, key: str, data: bytes, expected: str) -> None:
-    """**Local.** Put a small object in the place of what is there now, and read it back.
+    """**Local.** Put a small object in the place of what is there now, and read it back. Raises RemoteFailed.
 
-    Not of what comes between: of two that do so at one moment one is told. Raises RemoteFailed.
+    Not of what comes between: of two that do so at one moment one is told.
     """
-    held = store.get(key)
+    put_over(store, key, store.get(key), data, expected)
+
+
+def put_over(store: ObjectStore, key: str, held: tuple[bytes, str] | None, data: bytes, expected: str) -> None:
+    """**Local.** `put_in_place` of what `get` gave some time ago, `held`, and of nothing that came since."""
     if held is not None and held[0] == data:
         return
     failure: RemoteFailed | None = None

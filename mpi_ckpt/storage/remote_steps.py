@@ -10,12 +10,13 @@ step that is saved again never puts bytes under a manifest that is live; and whe
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mpi_ckpt.errors import InvalidManifest, MissingShard, NoCheckpoint
 from mpi_ckpt.storage import manifest_json, names
 from mpi_ckpt.storage.manifest import ShardManifest
-from mpi_ckpt.storage.object_store import ObjectStore, put_in_place
+from mpi_ckpt.storage.object_store import ObjectStore, put_over
 from mpi_ckpt.storage.places import RemoteStep
 from mpi_ckpt.storage.shard_line import shard_line
 
@@ -75,13 +76,21 @@ def remote_step(store: ObjectStore, manifest: ShardManifest) -> RemoteStep:
     return RemoteStep(store.url, manifest.step, manifest.save_id)
 
 
-def write_upload_manifest(store: ObjectStore, manifest: ShardManifest) -> None:
+def write_upload_manifest(
+    store: ObjectStore, manifest: ShardManifest, check_ours: Callable[[], None] = lambda: None
+) -> None:
     """**Local.** Commit a step whose shards are all there, and read it back. Raises MissingShard, RemoteFailed.
 
-    Takes the place of another save's manifest only as it was seen, so that of two writers one is told.
+    `check_ours` raises where the place is not the caller's any more.
     """
+    key = _key(manifest.step)
+    # Seen before anything is checked, and replaced only as it was seen: what a successor puts there after the checks,
+    # however long the requests take, stays.
+    held = store.get(key)
+    check_ours()
     _check_complete(store, manifest)
-    put_in_place(store, _key(manifest.step), _text(store, manifest).encode(), f"that of save {manifest.save_id}")
+    put_over(store, key, held, _text(store, manifest).encode(), f"that of save {manifest.save_id}")
+    _check_complete(store, manifest)  # before it had a manifest the step looked left over, to a launch that tidies up
 
 
 def _check_complete(store: ObjectStore, manifest: ShardManifest) -> None:
@@ -123,7 +132,10 @@ def _nothing(store: ObjectStore, step: int | None, committed: list[int]) -> NoCh
         path=store.url,
         found=f"steps {', '.join(map(str, committed[-12:]))}" if committed else "no upload_manifest.json",
         expected="a step that was uploaded" if step is None else f"step {step}",
-        action="Look with `python -m mpi_ckpt ls --remote URL`.",
+        action=f"Look with `python -m mpi_ckpt ls --remote {store.url}`."
+        if committed
+        else "Name the --remote of the training command; or upload a step with "
+        f"`python -m mpi_ckpt push RUN_DIR --remote {store.url}`.",
     )
 
 

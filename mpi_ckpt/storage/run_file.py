@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 RUN_FILE = "run.json"
 
 
-def same_run(one: bytes, other: bytes) -> bool:
-    """Whether two copies of the file speak of one run: of the same settings and data, to whatever step it is to go."""
-    try:
-        first, second = json.loads(one), json.loads(other)
-        return not differing(first["settings"], second["settings"]) and _agree(first["data"], second["data"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False
+def identity(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `run.json`, or the `meta` of a step, says of its run: settings, and the id that the run began with, if it
+    is not older than ids are. Empty for a step of another program."""
+    settings = about.get("settings")
+    if not isinstance(settings, dict):
+        return {}
+    return {**settings, **{key: about[key] for key in ("run_id",) if about.get(key) is not None}}
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The settings in which two runs differ, of those that both have: a newer version may know more.
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys in which two runs' identities differ, of those that both have: a newer version may know more.
 
     Where the data lie is none of them. They may have moved; their content tells whether they are the same.
     """
     both = one.keys() & other.keys() - {"data"}
     return sorted(key for key in both if not _agree(one[key], other[key]))
+
+
+def same_run(one: bytes, other: bytes) -> bool:
+    """Whether two copies of the file that can be read speak of one run, to whatever step it is to go."""
+    first, second = read(one), read(other)
+    if first is None or second is None:
+        return False
+    return not differing(identity(first), identity(second)) and _agree(first["data"], second["data"])
+
+
+def read(data: bytes) -> dict[str, Any] | None:
+    """What a copy of the file says; None where it is damaged."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return None
+    whole = isinstance(document, dict) and all(isinstance(document.get(key), dict) for key in ("settings", "data"))
+    return document if whole else None
 
 
 def _agree(one: Any, other: Any) -> bool:

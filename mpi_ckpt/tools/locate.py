@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, NoCheck
 from mpi_ckpt.redundancy.descriptor import DESCRIPTOR_SUFFIX
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
+from mpi_ckpt.storage.run_file import RUN_FILE
 
 
 def checkpoints_root(place: Path) -> Path:
@@ -23,6 +25,17 @@ def checkpoints_root(place: Path) -> Path:
     for root in (place / "checkpoints", place):
         if has_steps(root):
             return root
+    run = run_of(place)
+    if (run / RUN_FILE).is_file():
+        raise NoCheckpoint(
+            "the run has no checkpoints here",
+            path=place,
+            found=f"{RUN_FILE}, but no step_NNNNNNNN directory",
+            expected="a step in the run's shared directory",
+            action="Its steps may be on the nodes or in the remote tier: look with "
+            f"`python -m mpi_ckpt ls {quoted(run)} --local DIR ...` or `python -m mpi_ckpt ls --remote URL`, with the "
+            "--local or --remote of the training command; `scavenge` and `pull` bring them here.",
+        )
     error = NoCheckpoint(
         "there are no checkpoints here",
         path=place,
@@ -43,6 +56,16 @@ def naming_runs(error: NoCheckpoint, places: Sequence[Path]) -> NoCheckpoint:
     return error
 
 
+def run_of(root: Path) -> Path:
+    """The run's directory of a checkpoints root, or of itself; the root where that is all that is known."""
+    return root.parent if root.name == "checkpoints" else root
+
+
+def quoted(place: Path) -> str:
+    """As a shell takes it."""
+    return shlex.quote(str(place))
+
+
 def has_steps(root: Path) -> bool:
     """**Local.** Whether steps lie right in this directory, committed or not."""
     return root.is_dir() and bool(names.list_steps(root) or names.list_uncommitted(root))
@@ -57,8 +80,7 @@ def nodes_of(given: Sequence[Path], run_dir: Path | None = None) -> list[Path]:
     found = dict.fromkeys(place for each in given for place in _of_all_domains(each))  # each once, in this order
     if run_dir is None:
         return list(found)
-    path = run_dir.resolve()
-    name = path.parent.name if path.name == "checkpoints" else path.name
+    name = run_of(run_dir.resolve()).name
     return [place / name if has_steps(place / name) and not has_steps(place) else place for place in found]
 
 
@@ -116,7 +138,7 @@ def _check_whole(directory: Path) -> Path:
                 path=directory,
                 found=f"{len(here)} of {manifest.world_size} shards",
                 expected="a directory with all shards of the step",
-                action="Bring them together with `scavenge --local DIR ... --out RUN_DIR`, and name RUN_DIR.",
+                action="Bring them together by `python -m mpi_ckpt scavenge --local DIR ... --out RUN`, and name RUN.",
             )
     return directory
 
@@ -158,7 +180,7 @@ def reading(directory: Path) -> Iterator[None]:
             path=directory,
             found=f"no longer save {before}",
             expected="a step that stays",
-            action="Take a newer step, or pin this one first (`python -m mpi_ckpt pin`).",
+            action=f"Take a newer step, or pin one first (`python -m mpi_ckpt pin {quoted(directory.parent)} STEP`).",
         ) from error
 
 

@@ -27,7 +27,8 @@ DESCRIPTION = """List the steps below RUN_DIR, oldest first. The states:
 
 With --remote, the steps of a remote tier: `uncommitted` are the shards of an upload that has not ended. Of nodes' own
 directories (--local, or one in the place of RUN_DIR) `ranks` says of how many ranks a shard lies there: a manifest on
-any node commits the step for all. Beside RUN_DIR, --local may be what the trainer has, without the name of the run.
+any node commits the step for all. Beside RUN_DIR, which is not read then, --local may be what the trainer has, without
+the name of the run.
 
 No file but the manifests is read: `verify` does that."""
 EXAMPLE = """python -m mpi_ckpt ls runs/demo
@@ -93,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         text.print_json([asdict(entry) for entry in entries])
         return status.WELL
     rows = [(str(e.step), _ranks(e), text.size(e.nbytes), text.age(e.created or ""), e.state) for e in entries]
+    if arguments.local:
+        print(nodes.heading(arguments))
     print(text.table(("step", "ranks", "bytes", "age", "state"), rows, left=("state",)))
     return status.WELL
 

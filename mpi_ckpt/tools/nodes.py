@@ -46,6 +46,14 @@ def named(arguments: argparse.Namespace) -> list[Path]:
     return nodes_in_place_of(arguments.run_dir)
 
 
+def heading(arguments: argparse.Namespace) -> str:
+    """Which place is read where --local is given; RUN_DIR beside it may be taken for that."""
+    directories = named(arguments)
+    more = f", ..., {len(directories)} directories" if len(directories) > 4 else ""
+    other = "" if arguments.run_dir is None else f" (not in {arguments.run_dir})"
+    return f"on the nodes {', '.join(map(str, directories[:4]))}{more}{other}:"
+
+
 def nodes_in_place_of(run_dir: Path) -> list[Path]:
     """**Local.** The nodes' directories that were named in the place of a run's; [] where it is none of a node's."""
     places = nodes_of([run_dir])

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from mpi_ckpt.errors import RemoteRefused, UnusableOption
 from mpi_ckpt.storage.object_store import ObjectStore, check_url, open_store
+from mpi_ckpt.storage.remote_steps import committed_remotely, read_upload_manifest
 from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.tools import homecoming
 from mpi_ckpt.tools.nodes import add_local
+
+OTHER_RUN = "the remote tier is another run's"
 
 
 def add_remote(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +50,16 @@ def opened(url: str) -> ObjectStore:
     return store
 
 
-def check_same_run(store: ObjectStore, run_dir: Path) -> None:
-    """**Local.** Raise UnusableOption where the store holds another run of the trainer than `run_dir`, or the
-    directory above it, does."""
-    source, there = f"{store.url}/{RUN_FILE}", store.get(RUN_FILE)
-    homecoming.check_same_run(run_dir, there and there[0], source, "the remote tier is another run's")
+def run_file(store: ObjectStore) -> homecoming.RunFile | None:
+    """**Local.** The trainer's `run.json` as the store has it; None where there is none that can be read."""
+    found = store.get(RUN_FILE)
+    return homecoming.readable(f"{store.url}/{RUN_FILE}", found and found[0])
+
+
+def newest_settings(store: ObjectStore) -> list[homecoming.Settings]:
+    """**Local.** See `homecoming.newest_settings`: what the newest step of the store says of its run."""
+    steps = committed_remotely(store)
+    return homecoming.newest_settings(store.url, steps, lambda step: read_upload_manifest(store, step))
 
 
 def _url(text: str) -> str:

@@ -58,7 +58,7 @@ def repair(local: Sequence[Path], step: int | None = None, advance: Advance = la
             atomic.make_dir(node)
             locks.enter_context(writing(node))
         saves = committed[max(committed) if step is None else step]
-        sight, plan = nodes.best(local, saves)
+        sight, plan = _best(local, saves)
         _check_latest(sight, saves[0])
         homes = _homes(sight, _as_saved(sight, plan.recovery))
         plan = sight.plan(homes)
@@ -82,6 +82,17 @@ def repair(local: Sequence[Path], step: int | None = None, advance: Advance = la
         copied=tuple(str(path) for key, path in targets.items() if key not in again),
         weak=(*_bare(recovery), *(said for group in groups if (said := _weakness(group, homes)) is not None)),
     )
+
+
+def _best(local: Sequence[Path], saves: Sequence[ShardManifest]) -> tuple[nodes.Sight, nodes.Plan]:
+    try:
+        return nodes.best(local, saves)
+    except LostBeyondScheme as error:
+        error.action = (
+            "Name the directories of the other nodes, too, if there are any; else go on from the shared or the remote "
+            "tier, or from an older step."
+        )
+        raise
 
 
 def _check_latest(sight: nodes.Sight, latest: ShardManifest) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,18 @@ from mpi_ckpt.storage import atomic, names
 from mpi_ckpt.storage.run_file import RUN_FILE, same_run
 from mpi_ckpt.storage.shard_stream import fetch_shard
 from mpi_ckpt.tools import homecoming, nodes, status, text
-from mpi_ckpt.tools.locate import nodes_of
+from mpi_ckpt.tools.homecoming import RunFile
+from mpi_ckpt.tools.locate import nodes_of, save_id_of
 from mpi_ckpt.tools.progress import Advance, progress
-from mpi_ckpt.tools.writing import committing, is_there, writing
-
-logger = logging.getLogger(__name__)
+from mpi_ckpt.tools.writing import committing, shards_wanted, writing
 
 HELP = "bring what the nodes of a dead job hold into the shared directory"
 DESCRIPTION = """Copy the newest step that the node-local directories --local still give back (or --step) into the
 checkpoints of RUN_DIR, made if need be: shards that lie there are copied, lost or damaged ones made again by the
 redundancy of the others, each compared with its sha256, and the manifest last. A step of which more is lost than its
-scheme covers is named, and the next older one taken. The nodes' directories are only read. The writer's lock of RUN_DIR
-is held meanwhile: beside a running job, scavenge refuses.
+scheme covers is named, and the next older one taken. Where that save is in RUN_DIR already, it is read, and what is
+damaged or missing of it brought there. The nodes' directories are only read. The writer's lock of RUN_DIR is held
+meanwhile: beside a running job, scavenge refuses.
 
 A run of the trainer has left its run.json on the nodes: the step goes into RUN_DIR/checkpoints then, and run.json comes
 along if it is not in RUN_DIR, so that the trainer goes on from there. From any other program the step goes into RUN_DIR
@@ -39,7 +38,7 @@ _OTHER = "the nodes hold another run's steps"
 
 @dataclass(frozen=True)
 class Salvaged:
-    """What was done: `copied` and `rebuilt` are file names, none where the step was there; `lost` are newer steps."""
+    """What was done: `copied` and `rebuilt` are file names, none where all was there; `lost` are newer steps."""
 
     step: int
     directory: Path
@@ -48,11 +47,18 @@ class Salvaged:
     lost: dict[int, str]
 
 
-def scavenge(local: Sequence[Path], root: Path, step: int | None = None, advance: Advance = lambda _: None) -> Salvaged:
+def scavenge(
+    local: Sequence[Path],
+    root: Path,
+    run_file: RunFile | None,
+    step: int | None = None,
+    advance: Advance = lambda _: None,
+) -> Salvaged:
     """**Local.** Commit below `root` the newest step that the nodes' directories give back, or `step`.
 
-    Raises NoCheckpoint, LostBeyondScheme when no step can be had, StepExists, DirectoryInUse, CorruptShard, SaveFailed
-    for want of room, OSError; no file of the step is left then.
+    `run_file` is the nodes'. Raises NoCheckpoint, LostBeyondScheme when no step can be had, UnusableOption where it is
+    another run's, StepExists, DirectoryInUse, CorruptShard, SaveFailed for want of room, OSError; no file that was
+    not there is left then.
     """
     committed = nodes.committed_steps(local)
     wanted = [found for found in reversed(committed) if step in (None, found)]
@@ -66,10 +72,16 @@ def scavenge(local: Sequence[Path], root: Path, step: int | None = None, advance
             error.action = "Name the directories of more nodes, if there are any; else this step is lost."
             lost[found] = error
             continue
+        homecoming.check_arrival(sight.manifest, _holder(sight), root, run_file)
         copied, rebuilt = _commit(sight, plan, root, advance)
         said = {newer: str(error) for newer, error in lost.items()}
         return Salvaged(found, names.step_dir(root, found), copied, rebuilt, said)
     raise _nothing_left(lost)
+
+
+def _holder(sight: nodes.Sight) -> Path:
+    """A node's directory of the step, with the manifest that counts."""
+    return next(d for d in sight.directories if save_id_of(d) == sight.manifest.save_id)
 
 
 def _nothing_left(lost: dict[int, LostBeyondScheme]) -> LostBeyondScheme:
@@ -88,12 +100,14 @@ def _commit(
     directory = names.step_dir(root, manifest.step)
     atomic.make_dir(root)
     with writing(root) as launch_id:
-        if is_there(directory, manifest):
+        wanted = shards_wanted(directory, manifest, advance)
+        if not wanted:
             return (), ()
-        present = [shard for shard in manifest.shards if shard.path in sight.shards]
+        present = [shard for shard in wanted if shard.path in sight.shards]
+        others = {shard.path for shard in wanted if shard.path not in sight.shards}
         data = {key: name for key, name in plan.recovery.names.items() if key.kind == DATA}
-        missing = {key: name for key, name in data.items() if name not in sight.shards}
-        with committing(root, launch_id, manifest.step, sum(shard.nbytes for shard in manifest.shards)) as draft:
+        missing = {key: name for key, name in data.items() if name in others}
+        with committing(root, launch_id, manifest.step, sum(shard.nbytes for shard in wanted)) as draft:
             for shard in present:
                 fetch_shard(sight.shards[shard.path], shard, draft.temporary(shard.path), advance)
             targets = {key: draft.temporary(name) for key, name in missing.items()}
@@ -102,22 +116,17 @@ def _commit(
     return tuple(shard.path for shard in present), tuple(missing.values())
 
 
-def find_run_file(local: Sequence[Path]) -> tuple[Path, bytes] | None:
+def find_run_file(local: Sequence[Path]) -> RunFile | None:
     """**Local.** The trainer's `run.json` as the node has it whose steps are the newest. None where no node has any.
 
     Raises UnusableOption where those of the nodes speak of different runs.
     """
     newest_first = sorted(local, key=lambda node: max(names.list_steps(node), default=-1), reverse=True)
     paths = [path for node in newest_first if (path := node / RUN_FILE).is_file()]
-    copies: list[tuple[Path, bytes]] = []
-    for path, data in ((path, path.read_bytes()) for path in paths):
-        if same_run(data, data):
-            copies.append((path, data))
-        else:
-            logger.warning("cannot be read, counts for nothing: %s", path)
-    for path, data in copies[1:]:
-        if not same_run(data, copies[0][1]):
-            raise homecoming.other_run(_OTHER, path, copies[0][0])
+    copies = [copy for path in paths if (copy := homecoming.readable(path, path.read_bytes()))]
+    for copy in copies[1:]:
+        if not same_run(copy.data, copies[0].data):
+            raise homecoming.other_run(_OTHER, copy, copies[0])
     return copies[0] if copies else None
 
 
@@ -132,12 +141,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Scavenge; the exit status."""
     out, local = arguments.out, nodes_of(arguments.local, arguments.out)
-    source, run_file = find_run_file(local) or (None, None)
-    homecoming.check_same_run(out, run_file, source, _OTHER)
+    run_file = find_run_file(local)
+    root = homecoming.root_for(out, run_file)
+    homecoming.check_same_run(root, run_file, _OTHER)
     newest = nodes.committed_steps(local)
     total = sum(shard.nbytes for shard in newest[max(newest)][0].shards) if newest else 0
     with progress("scavenge", total) as advance:
-        done = scavenge(local, homecoming.root_for(out, run_file), arguments.step, advance)
+        done = scavenge(local, root, run_file, arguments.step, advance)
     brought = homecoming.bring_run_file(out, run_file)
     if arguments.json:
         found: dict[str, Any] = {"step": done.step, "directory": str(done.directory)}

@@ -15,8 +15,8 @@ from mpi_ckpt.tools import text
 class Verdict:
     """What was found about one step: its size in bytes, and every fault.
 
-    In the directories of nodes, `elsewhere` are the ranks of whose files nothing lies there, which is no fault, and
-    `advice` says what helps against the faults, if there are any.
+    `advice` says what helps against the faults, if there are any. In the directories of nodes, of which `directory` is
+    the first, `elsewhere` are the ranks of whose files nothing lies there, which is no fault.
     """
 
     step: int
@@ -49,8 +49,16 @@ class Verdict:
             | {"message": str(f)}
             for f in self.faults
         ]
-        found = {"step": self.step, "nbytes": self.nbytes, "intact": self.intact, "faults": faults}
+        found = {"step": self.step, "directory": str(self.directory), "nbytes": self.nbytes, "intact": self.intact}
+        found |= {"faults": faults}
         return found | {"elsewhere": list(self.elsewhere), "advice": self.advice if self.faults else None}
+
+
+def without_action(faults: list[CheckpointError]) -> list[CheckpointError]:
+    """What each says is for a launch that restores; here one thing helps against all of them, which is said once."""
+    for fault in faults:
+        fault.action = None
+    return faults
 
 
 def fault_of(check: Callable[[], object], path: Place, rank: int) -> CheckpointError | None:

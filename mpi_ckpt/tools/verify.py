@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpi_ckpt.checkpoint import steps as step_directories
 from mpi_ckpt.checkpoint.steps import find_committed
-from mpi_ckpt.errors import CheckpointError, InvalidManifest
+from mpi_ckpt.errors import CheckpointError, InvalidManifest, UnknownSchema
 from mpi_ckpt.storage import names
 from mpi_ckpt.storage.manifest import read_manifest
 from mpi_ckpt.storage.object_store import ObjectStore
@@ -19,9 +19,9 @@ from mpi_ckpt.storage.places import Directory, RemoteStep
 from mpi_ckpt.storage.remote_steps import find_remote, is_uploaded, list_remote, read_upload_manifest, remote_step
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
 from mpi_ckpt.tools import nodes, remote, status, text
-from mpi_ckpt.tools.locate import checkpoints_root, save_id_of, size_of_files
+from mpi_ckpt.tools.locate import checkpoints_root, quoted, run_of, save_id_of, size_of_files
 from mpi_ckpt.tools.progress import Advance, progress
-from mpi_ckpt.tools.verdict import Verdict, fault_of
+from mpi_ckpt.tools.verdict import Verdict, fault_of, without_action
 from mpi_ckpt.tools.verify_nodes import verify_nodes
 
 HELP = "read every committed step and compare it with its manifest"
@@ -31,8 +31,8 @@ much and computes less: it finds damage, not forgery. Nothing is changed. A step
 damage. With --remote, the steps of a remote tier: every byte is read from there.
 
 Of nodes' own directories (--local, or one in the place of RUN_DIR) everything that lies there: shards, parity files
-and redundancy descriptors. What does not lie there is on other nodes, and no damage. Beside RUN_DIR, --local may be
-what the trainer has, without the name of the run."""
+and redundancy descriptors. What does not lie there is on other nodes, and no damage. Beside RUN_DIR, which is
+not read then, --local may be what the trainer has, without the name of the run."""
 EXAMPLE = """python -m mpi_ckpt verify runs/demo --quick
   python -m mpi_ckpt verify --local /mnt/node*/ckpt/demo"""
 
@@ -68,7 +68,7 @@ def verify_remote(
                 place = remote_step(store, manifest)
                 faults = [f for f in readers.map(partial(_fault_of, place, quick, advance), manifest.shards) if f]
                 for found in faults:
-                    again = f"push RUN_DIR --remote {store.url} --step {step} --again"
+                    again = f"python -m mpi_ckpt push RUN_DIR --remote {store.url} --step {step} --again"
                     found.action = f"Send it again from where it is intact: `{again}`."
                 if not faults or is_uploaded(store, manifest):  # else it was retired or replaced meanwhile
                     yield Verdict(step, place, sum(shard.nbytes for shard in manifest.shards), faults)
@@ -85,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """**Local.** Print a verdict a step; the exit status."""
     remote.check_place(arguments)
+    if arguments.local and not arguments.json:
+        print(nodes.heading(arguments))
     verdicts = []
     for verdict in _remotely(arguments) if arguments.remote is not None else _locally(arguments):
         verdicts.append(verdict)
@@ -124,13 +126,25 @@ def _verify_step(directory: Path, step: int, quick: bool, readers: ThreadPoolExe
     while True:
         try:
             manifest = read_manifest(directory)
-        except CheckpointError as fault:
+        except UnknownSchema as fault:  # nothing to be brought back: another version can read it
             return Verdict(step, directory, 0, [fault])
+        except CheckpointError as fault:
+            return Verdict(step, directory, 0, without_action([fault]), advice=_advice(directory, step))
         found = readers.map(partial(_fault_of, directory, quick, advance), manifest.shards)
         faults = [fault for fault in found if fault is not None]
         if not faults or save_id_of(directory) in (manifest.save_id, None):
-            return Verdict(step, directory, sum(shard.nbytes for shard in manifest.shards), faults)
+            nbytes = sum(shard.nbytes for shard in manifest.shards)
+            return Verdict(step, directory, nbytes, without_action(faults), advice=_advice(directory, step))
         # The step was saved again meanwhile: what is missing of the older save is no damage.
+
+
+def _advice(directory: Path, step: int) -> str:
+    run = quoted(run_of(directory.parent))
+    return (
+        f"`python -m mpi_ckpt pull {run} --remote URL --step {step}` brings it back from a remote tier that has it, "
+        f"`python -m mpi_ckpt scavenge --local DIR ... --out {run} --step {step}` from the nodes; else a launch goes "
+        "on from an older step with --on-damage older"
+    )
 
 
 def _fault_of(directory: Directory, quick: bool, advance: Advance, record: ShardRecord) -> CheckpointError | None:

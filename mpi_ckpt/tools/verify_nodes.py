@@ -19,7 +19,7 @@ from mpi_ckpt.storage import names
 from mpi_ckpt.storage.shard_file import ShardRecord, verify_file
 from mpi_ckpt.tools import nodes
 from mpi_ckpt.tools.progress import Advance
-from mpi_ckpt.tools.verdict import Verdict, fault_of
+from mpi_ckpt.tools.verdict import Verdict, fault_of, without_action
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _verify_step(
         valid, faults = nodes.manifests(local, step)
         if not valid:
             advice = "name the other nodes' directories, too: one that has an intact manifest is enough for `repair`"
-            return Verdict(step, directories[0], 0, _without_action(faults), advice=advice)
+            return Verdict(step, directories[0], 0, without_action(faults), advice=advice)
         manifest = nodes.choose(local, valid)
         check = partial(_check, manifest.save_id, "quick" if quick else "full", advance)
         records, places = zip(*product(manifest.shards, directories), strict=True)
@@ -65,14 +65,7 @@ def _verify_step(
     here = {record.rank for record, files in zip(records, found, strict=True) if files}
     elsewhere = tuple(record.rank for record in manifest.shards if record.rank not in here)
     nbytes = sum(files.nbytes for files in found if files)
-    return Verdict(step, directories[0], nbytes, _without_action(faults), elsewhere, _advice(local, step, elsewhere))
-
-
-def _without_action(faults: list[CheckpointError]) -> list[CheckpointError]:
-    """What each says is for a step in one place; here one thing helps against all of them, which is said once."""
-    for fault in faults:
-        fault.action = None
-    return faults
+    return Verdict(step, directories[0], nbytes, without_action(faults), elsewhere, _advice(local, step, elsewhere))
 
 
 def _advice(local: Sequence[Path], step: int, elsewhere: Sequence[int]) -> str:

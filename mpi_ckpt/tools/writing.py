@@ -23,7 +23,7 @@ from typing import Any
 
 from mpi_ckpt.checkpoint import steps, values
 from mpi_ckpt.checkpoint.documents import Document
-from mpi_ckpt.errors import SaveFailed, StepExists
+from mpi_ckpt.errors import CorruptShard, InvalidManifest, MissingShard, SaveFailed, StepExists, UnknownSchema
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import (
     ArrayRecord,
@@ -33,7 +33,7 @@ from mpi_ckpt.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from mpi_ckpt.storage.shard_file import BlockToWrite, ShardAttributes, write_shard
+from mpi_ckpt.storage.shard_file import BlockToWrite, ShardAttributes, verify_file, write_shard
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,22 @@ def write_step(root: Path, new: NewStep) -> Path:
     return directory
 
 
-def is_there(directory: Path, manifest: ShardManifest) -> bool:
-    """**Local.** Whether this very save is committed. Raises StepExists where another save of the step is."""
+def shards_wanted(
+    directory: Path, manifest: ShardManifest, advance: Callable[[int], None] = lambda nbytes: None
+) -> list[ShardRecord]:
+    """**Local.** The shards of a save that are missing or damaged in the step's directory; all of them where it holds
+    no committed step, or one whose manifest is damaged. `advance` is told of the bytes of the others: each is read.
+
+    Raises StepExists where another save of the step is committed, UnknownSchema where a newer version's may be.
+    """
     if not steps.is_committed(directory):
-        return False
-    here = read_manifest(directory)
+        return [*manifest.shards]
+    try:
+        here = read_manifest(directory)
+    except UnknownSchema:
+        raise
+    except InvalidManifest:  # no restore takes the step for one either
+        return [*manifest.shards]
     if here.save_id != manifest.save_id:
         raise StepExists(
             "another save of the step is committed here already",
@@ -102,18 +113,28 @@ def is_there(directory: Path, manifest: ShardManifest) -> bool:
             expected=f"save {manifest.save_id} of {manifest.created}, or nothing",
             action="Write to another directory.",
         )
-    return True
+    wanted = []
+    for shard in manifest.shards:
+        try:
+            verify_file(directory / shard.path, shard)
+        except (MissingShard, CorruptShard):
+            wanted.append(shard)
+        else:
+            advance(shard.nbytes)
+    return wanted
 
 
 class Draft:
     """A step on its way into `directory`, where older files of it may lie that a restore has set aside as damaged.
 
     Those are as they were unless the step commits, but for shards of the same name that had to give way just before.
+    In a step that is committed it mends this save: what was damaged gives way, and nothing is taken back.
     """
 
     def __init__(self, root: Path, step: int, launch_id: str) -> None:
         self.directory = names.step_dir(root, step)
         self._root, self._launch_id = root, launch_id
+        self._mends = steps.is_committed(self.directory)
         self._shards: list[Path] = []
         self._published: list[Path] = []  # where nothing was
 
@@ -135,15 +156,17 @@ class Draft:
     def withdraw(self) -> None:
         """**Local.** Backwards: what readers see goes first. What cannot be removed is garbage for the next writer."""
         manifest = names.manifest_path(self.directory)
+        visible, published = ([], []) if self._mends else ([manifest], self._published)
         with contextlib.suppress(OSError):
-            atomic.remove(manifest, names.tmp(manifest), missing_ok=True)
-            atomic.remove(*self._published, *map(names.tmp, self._shards), missing_ok=True)
+            atomic.remove(*visible, names.tmp(manifest), missing_ok=True)
+            atomic.remove(*published, *map(names.tmp, self._shards), missing_ok=True)
             atomic.remove_dir(self.directory)
 
 
 @contextlib.contextmanager
 def committing(root: Path, launch_id: str, step: int, nbytes: int) -> Iterator[Draft]:
-    """**Local.** Room for `nbytes` and a directory for a step that is not committed; the body writes and commits it.
+    """**Local.** Room for `nbytes` and a directory for a step that is not committed, or is to be mended; the body
+    writes and commits it.
 
     When anything fails, what was written is removed, and nothing else.
     """

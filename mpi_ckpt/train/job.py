@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpi_ckpt.checkpoint.checkpointer import Checkpointer, Found
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.storage.manifest import ShardManifest
-from mpi_ckpt.storage.run_file import RUN_FILE, differing
+from mpi_ckpt.storage.run_file import RUN_FILE, differing, identity
 from mpi_ckpt.train.config import ConfigError, Options
 from mpi_ckpt.train.guard import Guard
 from mpi_ckpt.train.metrics import MetricsLog
@@ -59,16 +59,17 @@ class Job:
                 self.trainer.state, step, world_size="any" if options.elastic else "same", on_damage=options.on_damage
             )
         if found is not None:
-            self._check_settings(found)
+            self._check_run(found)
             saved = _mesh_of(found.manifest)
             if not options.elastic:
                 self.trainer.mesh.check_saved(saved)
             self.trainer.restored(saved)
         return found
 
-    def _check_settings(self, found: Found) -> None:
+    def _check_run(self, found: Found) -> None:
         """Whichever tier the step came from: it has to be of this run."""
-        mine, theirs = self.plan.settings.to_json(), found.meta.get("settings", {})
+        mine = identity({"settings": self.plan.settings.to_json(), "run_id": self.plan.run_id})
+        theirs = identity(found.meta)
         if other := differing(mine, theirs):
             raise ConfigError(
                 f"step {found.step} is another run's",
@@ -85,7 +86,8 @@ class Job:
 
     @cached_property
     def _constant_meta(self) -> dict[str, Any]:
-        return {"settings": self.plan.settings.to_json(), "mesh": self.trainer.mesh.shape}
+        mesh = self.trainer.mesh.shape
+        return {"run_id": self.plan.run_id, "settings": self.plan.settings.to_json(), "mesh": mesh}
 
     @cached_property
     def _index(self) -> dict[str, tuple[int, tuple[int, ...]]]:

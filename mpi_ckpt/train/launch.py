@@ -78,7 +78,9 @@ def run(
             log.write(event)
 
     with _open_checkpointer(run_dir, comm, options, council.timeout, on_event) as checkpointer:
-        plan = plan_it()  # another launch may have gone on until the lock was ours
+        plan, before = plan_it(), plan  # another launch may have begun the run, or gone on, until the lock was ours
+        if (plan.settings, plan.stored_data) != (before.settings, before.stored_data):
+            data = council.everywhere(lambda: _open_data(plan))
         log = council.everywhere(lambda: MetricsLog(run_dir) if comm.rank == 0 else None)
         attention = council.everywhere(lambda: preemption.Attention(signals, run_dir, clock, leads=comm.rank == 0))
         council.share(lambda: store(plan, data.identity))
@@ -91,10 +93,11 @@ def run(
         )
         watchdog.on_hang = lambda seconds: job.event("hang", job.progress["step"], seconds=seconds)
         first = _resume(job) + 1
-        run_copies.keep(council, run_dir, options.remote, nodes)  # not before it is known whose steps lie there
+        if nodes:
+            run_copies.keep(council, run_dir, nodes)  # not before it is known whose steps lie there
         job.event("launch", first - 1, ranks=comm.size, mesh=mesh.shape, settings=plan.settings.to_json())
         outcome = _train(job, first)
-    watchdog.close()
+        watchdog.close()  # what is left may wait for a network, and has its own limits
     if log:
         log.close()
     mesh.close()
@@ -118,6 +121,7 @@ def _open_checkpointer(
         remote=options.remote,
         remote_keep=options.remote_keep,
         remote_bandwidth=options.remote_bytes_per_second,
+        before_upload=(lambda store: run_copies.admit(store, run_dir)) if options.remote else None,
         local=local_directory(run_dir, options),
         redundancy=options.redundancy,
         local_keep=options.local_keep,

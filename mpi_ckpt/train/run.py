@@ -29,6 +29,7 @@ class Plan:
     """What this launch does: train `settings` up to step `steps` of the run, from `resume_from` or from the start."""
 
     run_dir: Path
+    run_id: str | None  # drawn by the first launch; None for a run that is older than ids are
     settings: Settings
     steps: int
     fresh: bool  # no step of this run is committed
@@ -117,6 +118,7 @@ def plan_launch(
         )
     return Plan(
         run_dir=run_dir,
+        run_id=stored.run_id if stored else names.new_save_id(),
         settings=settings,
         steps=total,
         fresh=not anything,
@@ -189,6 +191,7 @@ def _check_resume_step(run_dir: Path, committed: list[int], options: Options) ->
 
 @dataclass(frozen=True)
 class _Stored:
+    run_id: str | None
     settings: Settings
     steps: int
     data: DataIdentity
@@ -206,15 +209,19 @@ def _parse(data: bytes, path: Path) -> _Stored:
     try:
         document = json.loads(data)
         return _Stored(
-            Settings.from_json(document["settings"]), int(document["steps"]), DataIdentity(**document["data"])
+            document.get("run_id"),
+            Settings.from_json(document["settings"]),
+            int(document["steps"]),
+            DataIdentity(**document["data"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "the settings of the run cannot be read",
             path=path,
             found=f"{type(error).__name__}: {error}",
             expected="the file that the first launch wrote",
-            action="Restore it from a copy, or start a new run in another directory.",
+            action="Restore it from a copy, such as those in the remote tier and on the nodes, or start a new run in "
+            "another directory.",
         ) from error
 
 
@@ -222,6 +229,7 @@ def store(plan: Plan, data: DataIdentity) -> None:
     """**Local.** Write `run.json`: before the first step of a run, and when the number of steps was changed."""
     stored = _read(plan.run_dir)
     document = {
+        **({} if plan.run_id is None else {"run_id": plan.run_id}),
         "settings": plan.settings.to_json(),
         "steps": plan.steps,
         "data": dataclasses.asdict(plan.stored_data or data),
