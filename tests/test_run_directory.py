@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,29 @@ def test_a_step_that_cannot_be_discarded_is_an_error_for_a_restart_would_take_it
         assert checkpointer.all_steps() == [1, 2, 3], "the highest first: no lower one is gone yet"
         assert checkpointer.discard_after(1) == [3, 2]
         assert checkpointer.all_steps() == [1]
+
+
+def test_a_launch_that_waited_while_another_began_the_run_trains_on_that_one_s_data(launch):
+    launch.train(RANKS, "--run-dir", "whole", "--seed", "5").check()
+    launch.train(RANKS, "--run-dir", "begun", "--seed", "5", "--stop-at", "10").check()
+    run = launch.cwd / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with open(run / "checkpoints" / "writer.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        job = launch.start(RANKS, "-m", "mpi_ckpt.train", "--run-dir", "run")
+        while not any(has_open(pid, "writer.lock") for pid in job.ranks()):  # it has planned a run of its own by then
+            assert job.process.poll() is None, job.output()
+            time.sleep(0.01)
+        shutil.copytree(launch.cwd / "begun", run, dirs_exist_ok=True, ignore=shutil.ignore_patterns("writer.lock"))
+    job.wait().check()
+    assert losses(run) == losses(launch.cwd / "whole")
+
+
+def has_open(pid: int, name: str) -> bool:
+    try:
+        return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it ends, or a file has just been closed
+        return False
 
 
 # -- a tier is one run's ----------------------------------------------------------------------------------------------

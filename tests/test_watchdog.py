@@ -64,6 +64,12 @@ def watched(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
 
 
+def test_an_end_that_waits_for_its_uploads_is_not_hung(launch):
+    far = "--remote", f"file://{launch.cwd}/far", "--remote-bandwidth", "30KB"  # some ten seconds
+    launch.train(2, "--run-dir", "run", "--ckpt-every", "20steps", *far, "--hang-timeout", str(TIMEOUT)).check()
+    assert (launch.cwd / "far" / "step_00000020" / "upload_manifest.json").exists()
+
+
 def test_slow_is_not_hung():
     """As long as it goes on, however many times the time-out passes."""
     assert watched("for _ in range(10): time.sleep(0.3), dog.beat()").returncode == 0
