@@ -16,11 +16,11 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpi_ckpt.checkpoint import steps
 from mpi_ckpt.checkpoint.environment import environment
@@ -28,13 +28,15 @@ from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed, StepExists
 from mpi_ckpt.storage import atomic, lock, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 from mpi_ckpt.storage.manifest import ArrayRecord, ShardManifest, build_manifest, write_manifest
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage, ShardRecord
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LOOK = "Every file was left as it is. See that ranks and disks answer, then check the step with `verify`."
-SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches the timeout for large shards
 
 
 @dataclass(frozen=True)
@@ -122,20 +124,35 @@ def finish(
         publish(request, manifest_of(request, place.attributes.save_id, snapshot.description.arrays, records))
         return max(vote.seconds for vote in votes)
 
+    nbytes = snapshot.description.nbytes
+    return conclude(council, request, place, written, decide, [place.temporary, place.path], nbytes)
+
+
+def conclude(
+    council: Council,
+    request: Request,
+    place: Place,
+    work: Callable[[], T],
+    decide: Callable[[list[T]], float],
+    files: Sequence[Path],
+    nbytes: int,
+) -> float:
+    """**Collective.** Vote and commit: all ranks' `work`, then rank 0's `decide`, which publishes; what that returns.
+
+    `files` are this rank's, which go where it fails for certain; `nbytes` what it writes.
+    """
     try:
-        slowest = council.agree(
-            written, decide, otherwise=SaveFailed, extra_time=snapshot.description.nbytes / SLOW_DISK
-        )
+        outcome = council.agree(work, decide, otherwise=SaveFailed, extra_time=nbytes / SLOW_DISK)
     except OutcomeUnknown:
         raise
     except RankSilent as error:
         raise outcome_unknown(place, error) from error
     except CheckpointError:
-        withdraw(request, place.temporary, place.path)
+        _withdraw(request, files)
         raise
     if council.rank == 0 and place.replaces:
         steps.remove_unlisted(request.directory)  # the files that an overwrite has replaced
-    return slowest
+    return outcome
 
 
 def outcome_unknown(place: Place, error: RankSilent) -> OutcomeUnknown:
@@ -222,8 +239,8 @@ def _unpublish(path: Path, before: bytes | None, cause: OSError) -> None:
         ) from cause
 
 
-def withdraw(request: Request, *files: Path) -> None:
-    """**Local.** This rank's files of a save that did not commit: what cannot be removed is the next writer's to."""
+def _withdraw(request: Request, files: Sequence[Path]) -> None:
+    """This rank's files of a save that did not commit. What cannot be removed now is garbage for the next writer."""
     try:
         lock.check_owner(request.root, request.launch_id)  # else these names are those of a successor's files
         atomic.remove(*files, missing_ok=True)

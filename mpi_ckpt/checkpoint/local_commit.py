@@ -30,9 +30,10 @@ from mpi_ckpt.checkpoint.snapshot import Snapshot
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, DirectoryInUse, OutcomeUnknown, RankSilent, SaveFailed
 from mpi_ckpt.redundancy.descriptor import descriptor_name, parity_name
-from mpi_ckpt.redundancy.protect import SLOW_DISK, Protection, Source
+from mpi_ckpt.redundancy.protect import Protection, Source
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 from mpi_ckpt.storage.shard_file import ShardAttributes, ShardImage
 from mpi_ckpt.storage.staging import Lane
 

@@ -15,9 +15,10 @@ from mpi_ckpt.checkpoint.tiers import Copies
 from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.comm.combination import Combination, Part
 from mpi_ckpt.redundancy.files import Files
-from mpi_ckpt.redundancy.protect import SLOW_DISK, carry_out, undone
+from mpi_ckpt.redundancy.protect import carry_out, undone
 from mpi_ckpt.redundancy.recovery import Place
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.shard_check import differs
 

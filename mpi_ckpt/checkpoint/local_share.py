@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from mpi_ckpt.checkpoint import commit, steps
+from mpi_ckpt.checkpoint import commit
 from mpi_ckpt.checkpoint.commit import Request
 from mpi_ckpt.checkpoint.events import Event
 from mpi_ckpt.checkpoint.local_tier import LocalTier
 from mpi_ckpt.checkpoint.local_whole import make_whole
 from mpi_ckpt.comm.agreement import Council
-from mpi_ckpt.errors import CheckpointError, CorruptShard, MissingShard, OutcomeUnknown, RankSilent, SaveFailed
+from mpi_ckpt.errors import CorruptShard, MissingShard
 from mpi_ckpt.storage import atomic, lock, names
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.shard_stream import fetch_shard
@@ -65,15 +65,5 @@ def _copy(council: Council, tier: LocalTier, request: Request, manifest: ShardMa
         commit.publish(request, replace(manifest, shards=tuple(records)))
         return max(seconds)
 
-    try:
-        slowest = council.agree(copy, decide, otherwise=SaveFailed, extra_time=request.nbytes / commit.SLOW_DISK)
-    except OutcomeUnknown:
-        raise
-    except RankSilent as error:
-        raise commit.outcome_unknown(place, error) from error
-    except CheckpointError:
-        commit.withdraw(request, *map(names.tmp, paths.values()), *paths.values())
-        raise
-    if council.rank == 0 and place.replaces:
-        steps.remove_unlisted(request.directory)
-    return slowest
+    files = [*map(names.tmp, paths.values()), *paths.values()]
+    return commit.conclude(council, request, place, copy, decide, files, request.nbytes)

@@ -17,11 +17,12 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, CorruptShard, RankSilent
 from mpi_ckpt.redundancy.descriptor import descriptor_name, read_descriptor
 from mpi_ckpt.redundancy.groups import Unprotected, form_groups
-from mpi_ckpt.redundancy.protect import SLOW_DISK, undone
+from mpi_ckpt.redundancy.protect import undone
 from mpi_ckpt.redundancy.rebuild import protect_anew, rebuild
 from mpi_ckpt.redundancy.recovery import Place, Report, host_domains
 from mpi_ckpt.redundancy.survey import Found, survey
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 from mpi_ckpt.storage.manifest import ShardManifest
 from mpi_ckpt.storage.places import Directory
 from mpi_ckpt.storage.shard_stream import fetch_shard

@@ -27,10 +27,9 @@ from mpi_ckpt.redundancy.groups import form_groups
 from mpi_ckpt.redundancy.planner import DATA, PARITY, MemberFile
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 
 logger = logging.getLogger(__name__)
-
-SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches timeouts for large files
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mpi_ckpt.errors import CorruptShard
 from mpi_ckpt.redundancy.descriptor import Member, ParityPiece, descriptor_name, parity_name, write_descriptor
 from mpi_ckpt.redundancy.files import Files
 from mpi_ckpt.redundancy.planner import DATA, PARITY
-from mpi_ckpt.redundancy.protect import SLOW_DISK, carry_out, undone
+from mpi_ckpt.redundancy.protect import carry_out, undone
 from mpi_ckpt.redundancy.recovery import (
     FileKey,
     Place,
@@ -24,6 +24,7 @@ from mpi_ckpt.redundancy.recovery import (
 from mpi_ckpt.redundancy.scheme import Scheme
 from mpi_ckpt.redundancy.survey import Found
 from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage.direct import SLOW_DISK
 from mpi_ckpt.storage.records import ShardRecord
 from mpi_ckpt.storage.shard_check import hash_file, verify_file
 

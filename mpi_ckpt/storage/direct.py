@@ -23,6 +23,7 @@ from mpi_ckpt.storage import atomic
 logger = logging.getLogger(__name__)
 
 ALIGN = 4096
+SLOW_DISK = 10e6  # bytes a second that even a bad day's disk reaches: stretches timeouts for large files
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 

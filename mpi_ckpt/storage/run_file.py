@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 RUN_FILE = "run.json"
 
@@ -18,13 +18,23 @@ def identity(about: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **{key: about[key] for key in ("run_id",) if about.get(key) is not None}}
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys in which two runs' identities differ, of those that both have: a newer version may know more.
+class Difference(NamedTuple):
+    """What two runs' identities say of the keys in which they differ, in words."""
+
+    found: str
+    expected: str
+
+
+def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Difference | None:
+    """In what two runs' identities differ, if they do, of the keys that both have: a newer version may know more.
 
     Where the data lie is none of them. They may have moved; their content tells whether they are the same.
     """
-    both = one.keys() & other.keys() - {"data"}
-    return sorted(key for key in both if not _agree(one[key], other[key]))
+    both = found.keys() & expected.keys() - {"data"}
+    keys = sorted(key for key in both if not _agree(found[key], expected[key]))
+    if not keys:
+        return None
+    return Difference(*(", ".join(f"{key} {values[key]}" for key in keys) for values in (found, expected)))
 
 
 def same_run(one: bytes, other: bytes) -> bool:

@@ -7,7 +7,6 @@ Steps and files of other programs tell of neither, and are compared with nothing
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi_ckpt.errors import InvalidManifest, NoCheckpoint, UnusableOption
-from mpi_ckpt.storage import atomic, names
+from mpi_ckpt.storage import atomic, names, run_file
 from mpi_ckpt.storage.manifest import ShardManifest, read_manifest
 from mpi_ckpt.storage.run_file import RUN_FILE, differing, identity, same_run
 from mpi_ckpt.tools.locate import has_steps, new_root
@@ -40,14 +39,14 @@ class RunFile:
     @property
     def settings(self) -> Settings:
         """What it says of the run."""
-        return Settings(self.place, identity(json.loads(self.data)))
+        return Settings(self.place, identity(run_file.read(self.data) or {}))
 
 
 def readable(place: object, data: bytes | None) -> RunFile | None:
     """The copy of `run.json` at `place`; None where there is none, and, with a warning, where it cannot be read."""
     if data is None:
         return None
-    if not same_run(data, data):
+    if run_file.read(data) is None:
         logger.warning("cannot be read, counts for nothing: %s", place)
         return None
     return RunFile(str(place), data)
@@ -61,7 +60,7 @@ def own_run_file(root: Path, copy: RunFile | None) -> RunFile | None:
     for path in (root / RUN_FILE, root.absolute().parent / RUN_FILE):
         if path.is_file():
             data = path.read_bytes()
-            if not same_run(data, data):
+            if run_file.read(data) is None:
                 raise UnusableOption(
                     "the settings of the run cannot be read",
                     path=path,
@@ -107,8 +106,8 @@ def check_settings(manifest: ShardManifest, place: object, known: Iterable[Setti
             raise UnusableOption(
                 f"step {manifest.step} is another run's",
                 path=place,
-                found=", ".join(f"{key} {mine[key]}" for key in other),
-                expected=", ".join(f"{key} {theirs[key]}" for key in other) + f", as {there} says",
+                found=other.found,
+                expected=f"{other.expected}, as {there} says",
                 action=_ACTION,
             )
 
@@ -140,22 +139,22 @@ def _newest_below(root: Path) -> list[Settings]:
     return newest_settings(root, names.list_steps(root), lambda step: read_manifest(names.step_dir(root, step)))
 
 
-def root_for(run_dir: Path, run_file: RunFile | None) -> Path:
+def root_for(run_dir: Path, copy: RunFile | None) -> Path:
     """**Local.** The checkpoints root to write to: a run of the trainer, which has a `run.json`, here or at the other
     side, has its own below the run's directory; that of any other program is `run_dir` itself, unless it has a
     directory `checkpoints`."""
     path = run_dir / RUN_FILE
-    if run_file is None and not (path.is_file() and same_run(data := path.read_bytes(), data)):
+    if copy is None and not (path.is_file() and run_file.read(path.read_bytes()) is not None):
         return new_root(run_dir)
     return run_dir if _is_root(run_dir) else run_dir / "checkpoints"
 
 
-def bring_run_file(run_dir: Path, run_file: RunFile | None) -> Path | None:
+def bring_run_file(run_dir: Path, copy: RunFile | None) -> Path | None:
     """**Local.** Put `run.json` into the run's directory; its path, None where it is there, or nowhere to be had."""
     path = run_dir / RUN_FILE
-    if run_file is None or _is_root(run_dir) or path.exists():
+    if copy is None or _is_root(run_dir) or path.exists():
         return None
-    atomic.write_file(path, run_file.data)
+    atomic.write_file(path, copy.data)
     return path
 
 

@@ -69,13 +69,12 @@ class Job:
     def _check_run(self, found: Found) -> None:
         """Whichever tier the step came from: it has to be of this run."""
         mine = identity({"settings": self.plan.settings.to_json(), "run_id": self.plan.run_id})
-        theirs = identity(found.meta)
-        if other := differing(mine, theirs):
+        if other := differing(identity(found.meta), mine):
             raise ConfigError(
                 f"step {found.step} is another run's",
                 path=self.plan.run_dir / RUN_FILE,
-                found=", ".join(f"{key} {theirs[key]}" for key in other),
-                expected=", ".join(f"{key} {mine[key]}" for key in other),
+                found=other.found,
+                expected=other.expected,
                 action="Give each run a --run-dir, a --local and a --remote of its own.",
             )
 

@@ -15,7 +15,7 @@ from mpi_ckpt.comm.agreement import Council
 from mpi_ckpt.errors import CheckpointError, InvalidManifest, NoCheckpoint, RemoteFailed, RemoteRefused
 from mpi_ckpt.storage import names, run_file
 from mpi_ckpt.storage.manifest import read_manifest
-from mpi_ckpt.storage.object_store import ObjectStore, open_store
+from mpi_ckpt.storage.object_store import ObjectStore, open_store, put_over
 from mpi_ckpt.storage.remote_steps import committed_remotely, read_upload_manifest
 from mpi_ckpt.storage.run_file import RUN_FILE
 from mpi_ckpt.train.config import ConfigError
@@ -60,17 +60,9 @@ def admit(store: ObjectStore, run_dir: Path) -> None:
         mine = path.read_bytes()
     except OSError as error:
         raise RemoteFailed(f"the run's own file cannot be read: {error}", path=path) from error
-    _of_store(store, path, mine)
     held = store.get(RUN_FILE)
-    if held is None or held[0] != mine:
-        store.put(RUN_FILE, mine, None if held is None else held[1])
-        found = store.get(RUN_FILE)
-        if found is None or found[0] != mine:
-            raise RemoteFailed(
-                "another run begins in the remote tier at this moment",
-                path=f"{store.url}/{RUN_FILE}",
-                action="Give each run a URL of its own.",
-            )
+    _of_store(store, path, mine)
+    put_over(store, RUN_FILE, held, mine, f"that of {run_dir}")  # not over one that came since: it was not compared
 
 
 def _of_store(store: ObjectStore, path: Path, mine: bytes | None) -> bytes | None:
@@ -144,15 +136,9 @@ def _check_copy(
 def _check_step(
     kind: type[ConfigError] | type[CheckpointError], path: Path, mine: bytes, meta: dict[str, Any], there: str
 ) -> None:
-    known, theirs = run_file.identity(run_file.read(mine) or {}), run_file.identity(meta)
-    if other := run_file.differing(known, theirs):
-        raise kind(
-            "a tier holds another run's steps",
-            path=there,
-            found=", ".join(f"{key} {theirs[key]}" for key in other),
-            expected=", ".join(f"{key} {known[key]}" for key in other) + f", as in {path}",
-            action=_ACTION,
-        )
+    if other := run_file.differing(run_file.identity(meta), run_file.identity(run_file.read(mine) or {})):
+        what, expected = "a tier holds another run's steps", f"{other.expected}, as in {path}"
+        raise kind(what, path=there, found=other.found, expected=expected, action=_ACTION)
 
 
 def keep(council: Council, run_dir: Path, nodes: LocalOptions) -> None:
