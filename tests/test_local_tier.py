@@ -189,6 +189,9 @@ def test_what_a_launch_that_ends_well_has_gone_back_to_or_only_restored_goes_the
     with cluster.open("ab", ends=True) as checkpointer:
         assert checkpointer.restore(cluster.state(None)).step == 40
     assert names.list_steps(shared_path / "shared") == [20, 40]
+    with cluster.open("ab", ends=True) as checkpointer:  # it is there already
+        assert checkpointer.restore(cluster.state(None)).step == 40
+    assert names.list_steps(shared_path / "shared") == [20, 40]
     cluster.lose("a", "b")
     assert cluster.restore("ab") == 40
 
